@@ -1,0 +1,1 @@
+"""Blocks, language models and their checkpoints. Importing this package loads no torch; its modules do."""
