@@ -1,0 +1,47 @@
+# What every rule file uses: the plan of this call, wildcard constraints, and functions for inputs and parameters.
+
+from pathlib import Path
+
+from farstate import workflow as farstate_workflow
+from farstate.errors import FarstateError
+from snakemake.exceptions import WorkflowError
+
+
+wildcard_constraints:
+    key="[0-9a-f]{8}",
+    run="[A-Za-z0-9][A-Za-z0-9_.+-]*",
+    model="[a-z0-9][a-z0-9_-]*",
+    arm="[a-z0-9][a-z0-9_-]*",
+    seed="[0-9]+",
+    figure="fig[0-9]+|table[0-9]+",
+
+
+try:
+    OPENED = farstate_workflow.open_plan(
+        configfiles=[Path(path) for path in workflow.config_settings.configfiles],
+        overrides=workflow.config_settings.config,
+        repository=Path(workflow.basedir).parent,
+        main=workflow.is_main_process,
+        targets=sorted(map(str, workflow.dag_settings.targets)) if workflow.dag_settings else [],
+    )
+except FarstateError as error:
+    raise WorkflowError(str(error))
+
+PLAN = OPENED.plan
+THREADS = OPENED.settings.threads
+PAGES = [path for page in PLAN.pages.values() for path in page.outputs.values()]
+
+
+def upstream(pattern, manifests_only=()):
+    """Inputs by role of the stage whose directory follows the pattern."""
+    return farstate_workflow.input_function(PLAN, pattern, ancient, manifests_only=manifests_only)
+
+
+def record(pattern):
+    """The file with the resolved parameters of the stage whose directory follows the pattern."""
+    return farstate_workflow.record_function(pattern)
+
+
+def manifests(phase):
+    """The manifests of every result of a phase."""
+    return [stage.manifest for stage in PLAN.of(phase=phase)]

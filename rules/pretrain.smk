@@ -1,0 +1,65 @@
+# Pre-training: the models whose length generalisation is in question.
+#
+# Inputs:  the token store (params: models, pretrain), or a published checkpoint
+# Outputs: results/pretrain/<model>.s<seed>-<key>/ or checkpoint.<model>-<key>/, with config.json and model.safetensors
+
+
+rule pretrain:
+    """Train a model from a zero state on short contexts; kill and resume at will."""
+    input:
+        unpack(upstream("results/pretrain/{model}.s{seed}-{key}")),
+    output:
+        multiext(
+            "results/pretrain/{model}.s{seed}-{key}/",
+            manifest="manifest.json",
+            config="config.json",
+            weights="model.safetensors",
+            metrics="metrics.jsonl",
+            **PLAN.snapshot_outputs,
+        ),
+    log:
+        "logs/pretrain/{model}.s{seed}-{key}.log",
+    params:
+        stage=record("results/pretrain/{model}.s{seed}-{key}"),
+        output=subpath(output.manifest, parent=True),
+    cache: True
+    threads: THREADS.pretrain
+    resources:
+        mem_mb=8000,
+        runtime=1440,
+    message:
+        "Pre-training {wildcards.model}, seed {wildcards.seed}"
+    shell:
+        "OMP_NUM_THREADS={threads} farstate pretrain {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+
+
+rule import_checkpoint:
+    """Bring a published checkpoint into Farstate's format."""
+    output:
+        multiext(
+            "results/pretrain/checkpoint.{model}-{key}/",
+            manifest="manifest.json",
+            config="config.json",
+            weights="model.safetensors",
+        ),
+    log:
+        "logs/pretrain/checkpoint.{model}-{key}.log",
+    benchmark:
+        "logs/benchmarks/pretrain/checkpoint.{model}-{key}.tsv"
+    params:
+        stage=record("results/pretrain/checkpoint.{model}-{key}"),
+        output=subpath(output.manifest, parent=True),
+    threads: 1
+    resources:
+        mem_mb=16000,
+        runtime=60,
+    message:
+        "Importing the checkpoint of {wildcards.model}"
+    shell:
+        "farstate import-checkpoint {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+
+
+rule pretrained:
+    """Every model before post-training."""
+    input:
+        manifests("pretrain"),

@@ -1,0 +1,3 @@
+"""Farstate: how far does the state of a recurrent language model carry?"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,3 @@
+from farstate.cli import main
+
+main()

