@@ -10,7 +10,7 @@ from snakemake.exceptions import WorkflowError
 wildcard_constraints:
     key="[0-9a-f]{8}",
     run="[A-Za-z0-9][A-Za-z0-9_.+-]*",
-    model="[a-z0-9][a-z0-9_-]*",
+    model=r"(?!checkpoint\.)[a-z0-9][a-z0-9_.-]*",
     arm="[a-z0-9][a-z0-9_-]*",
     seed="[0-9]+",
     figure="fig[0-9]+|table[0-9]+",

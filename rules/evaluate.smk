@@ -28,7 +28,7 @@ rule perplexity:
     message:
         "Measuring the perplexity of {wildcards.run}"
     shell:
-        "OMP_NUM_THREADS={threads} farstate evaluate {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+        "OMP_NUM_THREADS={threads} farstate perplexity {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
 
 
 rule compare:

@@ -24,7 +24,7 @@ app = typer.Typer(
     help=(
         "How far does the state of a recurrent language model carry?\n\n"
         "The pipeline: **fetch** → **documents** → **tokenizer** → **tokens** → **store** → **pretrain** (or "
-        "**import-checkpoint**) → **posttrain** → **evaluate** → **compare** → **report**. Snakemake calls these stages "
+        "**import-checkpoint**) → **posttrain** → **perplexity** → **compare** → **report**. Snakemake calls these stages "
         "with the parameters it resolved (`snakemake reports/fig5.html`); each also runs by hand on the same record, "
         "`.farstate/stages/<name>-<key>.json`."
     ),
@@ -219,15 +219,15 @@ def posttrain(record: Record, output: Output = None) -> None:
 
 
 @app.command()
-def evaluate(record: Record, output: Output = None) -> None:
+def perplexity(record: Record, output: Output = None) -> None:
     """Measure position-wise perplexity and its window references on held-out text."""
 
     def work(stage: Stage) -> None:
-        from farstate.evaluation.stages import evaluate_stage
+        from farstate.evaluation.stages import perplexity_stage
 
-        evaluate_stage(stage)
+        perplexity_stage(stage)
 
-    _run(record, output, "evaluate", work)
+    _run(record, output, "perplexity", work)
 
 
 @app.command()

@@ -24,7 +24,8 @@ PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="lower-case letters, digits, - and _")]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", description="lower-case letters, digits, . - and _")]
+ArmName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="lower-case letters, digits, - and _")]
 PackagePin = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.+!_-]*$")]
 
 
@@ -195,7 +196,7 @@ class Posttrain(Strict):
     stretch_tokens: PositiveInt | None = Field(None, description="longest ordered stretch a TBTT row reads before it moves on with a zero state; null: whole documents")
     recipe: Recipe
     peak_learning_rates: dict[Name, PositiveFloat] = Field({}, description="by model, instead of the recipe's")
-    arms: dict[Name, Arm] = Field(min_length=1)
+    arms: dict[ArmName, Arm] = Field(min_length=1)
 
     @field_validator("seeds")
     @classmethod
@@ -233,7 +234,7 @@ class Compare(Strict):
 
 class Figure(Strict):
     models: tuple[Name, ...] = Field(min_length=1)
-    arms: tuple[Name, ...] = Field(min_length=1, description="'base' and names from posttrain.arms")
+    arms: tuple[ArmName, ...] = Field(min_length=1, description="'base' and names from posttrain.arms")
 
 
 class Figures(Strict):

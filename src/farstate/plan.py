@@ -276,7 +276,7 @@ class Plan:
 
     def _evaluate(self, name: str, model: Model, arm: str, seed: int | None, checkpoint: Stage) -> Stage:
         return Stage(
-            rule="evaluate",
+            rule="perplexity",
             phase="evaluate",
             name=f"perplexity.{name}.{arm}" + (f".s{seed}" if seed is not None else ""),
             params={

@@ -1,0 +1,53 @@
+# make env    build the environment (.venv)
+# make demo   run the whole pipeline on the embedded text and say where the page is
+# make test   gates (format, lint, types) and the whole test suite
+# make bench  the benchmarks: ratios against what a user would pick instead
+# make graph  draw the rule graph of the README
+# make schema regenerate config/params.schema.json and docs/parameters.md
+
+PYTHON ?= python3
+BIN := .venv/bin
+JOBS ?= 2
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export OMP_WAIT_POLICY := PASSIVE
+
+.PHONY: env demo test gates bench graph schema clean
+
+env: .venv/.complete
+
+.venv/.complete: requirements.txt constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Farstate needs Python 3.11 or newer (found %d.%d): make env PYTHON=/path/to/python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: env
+	snakemake reports/fig5.html
+	@echo "The page: $(CURDIR)/reports/fig5.html"
+
+test: env gates
+	pytest -n $(JOBS) --dist loadgroup
+
+gates: env
+	ruff check .
+	ruff format --check .
+	snakefmt --check --quiet workflow rules
+	mypy
+	farstate schema --check
+	snakemake --lint
+
+bench: env
+	python benchmarks/training_step.py
+	python benchmarks/tokenisation.py
+	python benchmarks/long_evaluation.py
+	python benchmarks/dry_run.py
+
+graph: env
+	python docs/draw_rulegraph.py
+
+schema: env
+	farstate schema
+
+clean:
+	rm -rf .snakemake .farstate .superseded results reports logs
