@@ -1,0 +1,162 @@
+"""Does a model generalise in length? Definition 3.2 of the paper, as a decision with an error rate.
+
+The definition: p* is the lowest perplexity within the training context, reached at t*; the model generalises
+to T iff PPL(t) ≤ p* for all t in [t*, T]. A curve is an estimate, so the verdict has three values and a
+stated tolerance, and t* is chosen on other texts than those it is tested on (the lowest of noisy values is
+too low on the texts it was picked from).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from farstate.evaluation.bins import Bins
+from farstate.evaluation.uncertainty import MANY_DOCUMENTS, Floats, resample
+
+Outcome = Literal["PASS", "FAIL", "UNDECIDED"]
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A deterministic split of the texts: t* is chosen on `choose`, the gap is tested on `test` (indices).
+
+    `by` says what was split: documents, or stretches within documents; `nothing` when there is one text only.
+    """
+
+    choose: npt.NDArray[np.int64]
+    test: npt.NDArray[np.int64]
+    by: Literal["documents", "stretches", "nothing"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of Definition 3.2 for one model.
+
+    Attributes:
+        outcome: PASS: the upper band of the gap is within the tolerance at every position beyond t*. FAIL: the
+            lower band is above it somewhere, or a loss is not finite. UNDECIDED: neither.
+        t_star: position of the lowest perplexity within the training context, on the choosing half.
+        p_star: perplexity there on the testing half.
+        worst_position: where the gap is largest; for a broken model, where it breaks.
+        gap: largest gap NLL(t) − NLL(t*) over t > t*, in nats, on the testing half; NaN for a broken model.
+        gap_low, gap_high: the simultaneous band there.
+        interval: what the band is, in words.
+        split: what was halved.
+    """
+
+    outcome: Outcome
+    t_star: int | None
+    p_star: float
+    worst_position: int | None
+    gap: float
+    gap_low: float
+    gap_high: float
+    interval: str
+    split: str
+
+
+def halve(documents: Sequence[str], stretches: Sequence[int]) -> Halves:
+    """Split texts by the hash of their names.
+
+    With 20 documents or more, documents are split. With fewer, the stretches of each document are, so that
+    both halves hold all documents; documents of a single stretch alternate.
+    """
+    if len(documents) < 2:
+        everything = np.arange(len(documents))
+        return Halves(everything, everything, "nothing")
+    many = len(set(documents)) >= MANY_DOCUMENTS
+    ranked = sorted(set(documents), key=_hash)
+    if many:
+        half = {name: number % 2 for number, name in enumerate(ranked)}
+        side = np.array([half[name] for name in documents])
+    else:
+        rank = {name: number for number, name in enumerate(ranked)}
+        order = sorted(
+            range(len(documents)), key=lambda unit: (rank[documents[unit]], _hash(f"{documents[unit]}/{stretches[unit]}"))
+        )
+        side = np.empty(len(documents), dtype=np.int64)
+        side[order] = np.arange(len(documents)) % 2
+    return Halves(np.flatnonzero(side == 0), np.flatnonzero(side == 1), "documents" if many else "stretches")
+
+
+def judge(
+    sums: Floats,
+    bins: Bins,
+    context: int,
+    documents: Sequence[str],
+    stretches: Sequence[int],
+    *,
+    tolerance: float,
+    confidence: float,
+    resamples: int,
+    generator: np.random.Generator,
+    broken_at: int | None = None,
+) -> Verdict:
+    """Decide Definition 3.2 for the losses of one model (or the mean over seeds).
+
+    t* is the position of the bin with the lowest mean loss among the bins up to T_train, on one half of the
+    texts. On the other half the gap Δ(t) = NLL(t) − NLL(t*) of every later bin is estimated on the same
+    documents (paired), with a two-sided band that holds for all positions at once.
+
+    Args:
+        sums: nats summed over each bin's positions, shape (texts, bins).
+        bins: the bins.
+        context: T_train in tokens.
+        documents: each text's document.
+        stretches: each text's number in its document.
+        tolerance: nats above p* that still count as generalising.
+        confidence: of the band.
+        resamples: of the bootstrap.
+        generator: source of the resamples.
+        broken_at: first position whose loss is not finite, where known.
+    """
+    halves = halve(documents, stretches)
+    resampled = resample([documents[i] for i in halves.test], resamples=resamples, confidence=confidence, generator=generator)
+    label = resampled.label
+    if halves.by == "nothing":
+        label = "no interval: one stretch of text, t* chosen and tested on it"
+    nan = float("nan")
+    means = sums / bins.tokens
+    lost = np.flatnonzero(~np.isfinite(means).all(axis=0))
+    if lost.size:
+        worst = broken_at if broken_at is not None else int(bins.low[lost[0]])
+        return Verdict("FAIL", None, nan, worst, nan, nan, nan, label, halves.by)
+
+    inside = np.flatnonzero(bins.high <= context)
+    if not inside.size:
+        inside = np.array([0])
+    star = int(inside[np.argmin(means[halves.choose][:, inside].mean(axis=0))])
+    tested = means[halves.test]
+    t_star, p_star = int(bins.position[star]), float(np.exp(tested[:, star].mean()))
+    if star == len(bins) - 1:  # the evaluation ends at t*: there is nothing beyond to fail at
+        return Verdict("UNDECIDED", t_star, p_star, None, nan, nan, nan, label, halves.by)
+    gap, drawn = resampled.mean(tested[:, star + 1 :] - tested[:, star, None], np.ones(len(tested)))
+    low, high = resampled.band(gap, drawn)
+    worst = int(np.argmax(gap))
+    outcome: Outcome = "UNDECIDED"
+    if np.all(high <= tolerance):
+        outcome = "PASS"
+    elif np.any(low > tolerance):
+        outcome = "FAIL"
+        worst = int(np.argmax(low))
+    return Verdict(
+        outcome,
+        t_star,
+        p_star,
+        int(bins.position[star + 1 + worst]),
+        float(gap[worst]),
+        float(low[worst]),
+        float(high[worst]),
+        label,
+        halves.by,
+    )
+
+
+def _hash(name: str) -> str:
+    return hashlib.sha256(f"farstate verdict {name}".encode()).hexdigest()
