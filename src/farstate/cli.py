@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from farstate.errors import FarstateError, explain_os_error
-from farstate.files import read_json, read_manifest
+from farstate.files import read_json
+from farstate.stages import Stage
 
 app = typer.Typer(
     name="farstate",
@@ -32,46 +32,6 @@ app = typer.Typer(
 
 Record = Annotated[Path, typer.Argument(help="resolved parameters of the stage, written by Snakemake", show_default=False)]
 Output = Annotated[Path | None, typer.Option(help="result directory; default: the one the record names")]
-
-
-class Stage:
-    """A stage's record, its upstream directories (checked) and the directory it writes."""
-
-    def __init__(self, record: Path, output: Path | None, rule: str) -> None:
-        self.record: dict[str, Any] = read_json(record)
-        if not isinstance(self.record, dict) or self.record.get("rule") != rule:
-            found = self.record.get("rule") if isinstance(self.record, dict) else None
-            raise FarstateError(f"{record}: the record of a '{found}' stage was given to '{rule}'")
-        self.params: dict[str, Any] = self.record["params"]
-        self.output = output or Path(self.record["directory"])
-        from farstate.settings import current_settings
-
-        self.settings, self.verify = current_settings()
-        for role in self.record["upstream"]:
-            for directory in self.many(role):
-                read_manifest(directory, verify=self.verify)
-        self.output.mkdir(parents=True, exist_ok=True)
-        if not os.access(self.output, os.W_OK):
-            raise FarstateError(f"no permission to write '{self.output}': make the folder writable or run Farstate where it is")
-
-    def many(self, role: str) -> list[Path]:
-        return [Path(directory) for directory in self.record["upstream"].get(role, [])]
-
-    def one(self, role: str) -> Path:
-        return self.many(role)[0]
-
-    @property
-    def scratch(self) -> Path:
-        return Path(self.settings.scratch) / self.record["phase"] / self.output.name
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What the manifest says about the result besides its content."""
-        return {name: self.record[name] for name in ("rule", "name", "key", "params", "upstream", "numerics")}
-
-    @property
-    def label(self) -> str:
-        return str(self.record["name"])
 
 
 def _run(record: Path, output: Path | None, rule: str, work: Callable[[Stage], None]) -> None:
@@ -102,13 +62,13 @@ def documents(record: Record, output: Output = None) -> None:
     def work(stage: Stage) -> None:
         from farstate import sources
         from farstate.corpus.documents import write_documents
-        from farstate.params import Corpus, Source
+        from farstate.params import Corpus, Source, as_written
         from farstate.plan import outside_of
 
         given = stage.params
-        source = Source.model_validate(_tuples({"name": given["source_name"], **given["source"]}))
+        source = Source.model_validate(as_written({"name": given["source_name"], **given["source"]}))
         corpus = Corpus.model_validate(
-            _tuples(
+            as_written(
                 {
                     "sources": [{"name": given["source_name"], **given["source"]}],
                     "damaged_records": given["damaged_records"],
@@ -255,7 +215,9 @@ def report(
 
 @app.command()
 def register(
-    params: Annotated[list[Path] | None, typer.Option("--params", help="parameter files whose outside inputs are registered")] = None,
+    params: Annotated[
+        list[Path] | None, typer.Option("--params", help="parameter files whose outside inputs are registered")
+    ] = None,
 ) -> None:
     """Record what local files, hub data sets and checkpoints contain, in `config/sources.lock`."""
     from farstate import sources
@@ -301,7 +263,9 @@ def check(
 
     plan = Plan(load(params), read_lock())
     counts = Counter(stage.rule for stage in plan.stages.values())
-    typer.echo(f"{params}: valid; {', '.join(f'{number} × {rule}' for rule, number in counts.items())}, {len(plan.pages)} page(s)")
+    typer.echo(
+        f"{params}: valid; {', '.join(f'{number} × {rule}' for rule, number in counts.items())}, {len(plan.pages)} page(s)"
+    )
 
 
 @app.command()
@@ -309,9 +273,8 @@ def schema(
     check_only: Annotated[bool, typer.Option("--check", help="fail when the files differ from what would be written")] = False,
 ) -> None:
     """Write `config/params.schema.json` and `docs/parameters.md` from the typed parameters."""
-    from farstate.reference_pages import parameter_pages
-
     from farstate.files import write_text
+    from farstate.reference_pages import parameter_pages
 
     for path, text in parameter_pages().items():
         if check_only:
@@ -320,14 +283,6 @@ def schema(
         else:
             write_text(path, text)
             typer.echo(f"wrote {path}")
-
-
-def _tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return tuple(_tuples(item) for item in value)
-    return value
 
 
 def main() -> None:

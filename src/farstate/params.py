@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from farstate.errors import FarstateError, nearest
 from farstate.models.config import Mamba2Shape
@@ -81,7 +81,9 @@ class Split(Strict):
 
 class Corpus(Strict):
     sources: tuple[Source, ...] = Field(min_length=1)
-    damaged_records: Literal["stop", "skip"] = Field("stop", description="a record that cannot be read stops the run, or is skipped and counted")
+    damaged_records: Literal["stop", "skip"] = Field(
+        "stop", description="a record that cannot be read stops the run, or is skipped and counted"
+    )
     minimum_bytes: PositiveInt = Field(1, description="shorter documents are dropped and counted")
     split: Split = Split()
 
@@ -97,7 +99,9 @@ class Tokenizer(Strict):
     """A byte-level BPE trained on the training split (`train`), or a ready one: `file`, `package` or `hub`."""
 
     kind: Literal["train", "file", "package", "hub"]
-    vocabulary_size: Annotated[int, Field(ge=257)] = Field(description="symbols, padding excluded; a ready tokenizer must have no more")
+    vocabulary_size: Annotated[int, Field(ge=257)] = Field(
+        description="symbols, padding excluded; a ready tokenizer must have no more"
+    )
     file: str | None = Field(None, description="path of a tokenizer.json")
     package: PackagePin | None = None
     sha256: Sha256 | None = Field(None, description="checksum of the package's archive")
@@ -179,7 +183,9 @@ class StatePassing(_Carried):
     reset_probability: Probability = Field(0.1, description="chance of a zero state")
     reset_unit: Literal["sequence", "batch"] = Field("sequence", description="what one draw resets [assumed]")
     reset_auxiliary: bool = Field(True, description="a reset clears the convolution state too [assumed]")
-    previous: Literal["batch", "micro_batch"] = Field("batch", description="whose final states are passed under gradient accumulation [assumed]")
+    previous: Literal["batch", "micro_batch"] = Field(
+        "batch", description="whose final states are passed under gradient accumulation [assumed]"
+    )
 
 
 class Tbtt(_Carried):
@@ -187,13 +193,16 @@ class Tbtt(_Carried):
 
 
 Arm = Annotated[ZeroInit | RandomNoise | FittedNoise | StatePassing | Tbtt, Field(discriminator="initial_state")]
+_ARM: TypeAdapter[Arm] = TypeAdapter(Arm)
 ARM_NAMES = ("base", "control", "random_noise", "fitted_noise", "state_passing", "tbtt")
 
 
 class Posttrain(Strict):
     steps: PositiveInt
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), min_length=1)
-    stretch_tokens: PositiveInt | None = Field(None, description="longest ordered stretch a TBTT row reads before it moves on with a zero state; null: whole documents")
+    stretch_tokens: PositiveInt | None = Field(
+        None, description="longest ordered stretch a TBTT row reads before it moves on with a zero state; null: whole documents"
+    )
     recipe: Recipe
     peak_learning_rates: dict[Name, PositiveFloat] = Field({}, description="by model, instead of the recipe's")
     arms: dict[ArmName, Arm] = Field(min_length=1)
@@ -218,9 +227,16 @@ class Posttrain(Strict):
 class Evaluate(Strict):
     split: Literal["validation", "test"] = "test"
     length: Annotated[int, Field(ge=2)] = Field(description="positions 1 … length are measured, from a zero state")
-    documents: PositiveInt | None = Field(None, description="at most this many documents, the first by content hash; null: all that are long enough")
-    stretches_per_document: PositiveInt = Field(1, description="non-overlapping stretches of a document, each from a zero state; with fewer than 20 documents as many as fit, up to this number")
-    streams: Literal["documents", "concatenated"] = Field("documents", description="concatenated: documents joined to reach the length [assumed]")
+    documents: PositiveInt | None = Field(
+        None, description="at most this many documents, the first by content hash; null: all that are long enough"
+    )
+    stretches_per_document: PositiveInt = Field(
+        1,
+        description="non-overlapping stretches of a document, each from a zero state; with fewer than 20 documents as many as fit, up to this number",
+    )
+    streams: Literal["documents", "concatenated"] = Field(
+        "documents", description="concatenated: documents joined to reach the length [assumed]"
+    )
     bins_per_octave: PositiveInt = Field(2, description="log-spaced bins, one edge at the training length")
     precision: Literal["float32", "bf16-mixed"] = "float32"
 
@@ -262,16 +278,19 @@ class Params(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Params:
-        for figure_name, figure in self.figures:
+        for figure_name in type(self.figures).model_fields:
+            figure: Figure = getattr(self.figures, figure_name)
             for model in figure.models:
                 if model not in self.models:
                     raise ValueError(f"figures.{figure_name}.models: '{model}' is not in models{nearest(model, self.models)}")
             for arm in figure.arms:
                 if arm != "base" and arm not in self.posttrain.arms:
-                    raise ValueError(f"figures.{figure_name}.arms: '{arm}' is not in posttrain.arms{nearest(arm, self.posttrain.arms)}")
+                    raise ValueError(
+                        f"figures.{figure_name}.arms: '{arm}' is not in posttrain.arms{nearest(arm, self.posttrain.arms)}"
+                    )
             if "base" not in figure.arms:
                 raise ValueError(f"figures.{figure_name}.arms: 'base' must be among them, every arm is compared with it")
-        by_model = {
+        by_model: dict[str, dict[str, Any]] = {
             "pretrain.peak_learning_rates": self.pretrain.peak_learning_rates,
             "posttrain.peak_learning_rates": self.posttrain.peak_learning_rates,
             "report.paper_models": self.report.paper_models,
@@ -280,21 +299,23 @@ class Params(Strict):
             for model_name in mapping:
                 if model_name not in self.models:
                     raise ValueError(f"{key}: '{model_name}' is not in models{nearest(model_name, self.models)}")
-        for name, model in self.models.items():
+        for name, spec in self.models.items():
             recipes = [("posttrain", self.posttrain.recipe)]
-            if model.checkpoint is None:
+            if spec.checkpoint is None:
                 recipes.append(("pretrain", self.pretrain.recipe))
             for phase, recipe in recipes:
-                part = model.context * recipe.micro_batches
+                part = spec.context * recipe.micro_batches
                 if recipe.batch_tokens % part:
                     raise ValueError(
                         f"{phase}.recipe.batch_tokens: {recipe.batch_tokens} is not a multiple of models.{name}.context × "
                         f"{phase}.recipe.micro_batches = {part}"
                     )
-            if model.checkpoint is None and self.pretrain.tokens < self.pretrain.recipe.batch_tokens:
-                raise ValueError(f"pretrain.tokens: {self.pretrain.tokens} is less than one batch of {self.pretrain.recipe.batch_tokens}")
-            if self.evaluate.length < model.context:
-                raise ValueError(f"evaluate.length: {self.evaluate.length} is below models.{name}.context = {model.context}")
+            if spec.checkpoint is None and self.pretrain.tokens < self.pretrain.recipe.batch_tokens:
+                raise ValueError(
+                    f"pretrain.tokens: {self.pretrain.tokens} is less than one batch of {self.pretrain.recipe.batch_tokens}"
+                )
+            if self.evaluate.length < spec.context:
+                raise ValueError(f"evaluate.length: {self.evaluate.length} is below models.{name}.context = {spec.context}")
         return self
 
 
@@ -315,7 +336,7 @@ def load(path: str | Path, overrides: dict[str, Any] | None = None) -> Params:
 def validate(data: dict[str, Any], where: str) -> Params:
     """Check a nested mapping; `where` names its origin in messages."""
     try:
-        return Params.model_validate(_as_written(data))
+        return Params.model_validate(as_written(data))
     except ValidationError as error:
         raise FarstateError(_one_line(error, where, data)) from None
 
@@ -364,23 +385,25 @@ def _same(ours: Any, theirs: Any, path: str, key: str) -> None:
                 raise FarstateError(f"{path}: the key '{name}' is read differently by YAML 1.1 and 1.2 (DVC); put it in quotes")
             _same(value, theirs[name], path, f"{key}.{name}" if key else str(name))
         if len(theirs) != len(ours):
-            raise FarstateError(f"{path}: keys under '{key or 'the top'}' are read differently by YAML 1.1 and 1.2 (DVC); put them in quotes")
+            raise FarstateError(
+                f"{path}: keys under '{key or 'the top'}' are read differently by YAML 1.1 and 1.2 (DVC); put them in quotes"
+            )
     elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
         for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
             _same(mine, other, path, f"{key}[{number}]")
-    elif type(ours) is not type(theirs) or (ours != theirs and not (ours is theirs)):
+    elif type(ours) is not type(theirs) or (ours != theirs and ours is not theirs):
         raise FarstateError(
             f"{path}: {key}: read as {ours!r} by YAML 1.1 and as {theirs!r} by YAML 1.2 (DVC); "
             "write numbers like 1.0e-3, truth values as true or false, text in quotes"
         )
 
 
-def _as_written(value: Any) -> Any:
+def as_written(value: Any) -> Any:
     """YAML lists become tuples, since the models are immutable and strict."""
     if isinstance(value, dict):
-        return {key: _as_written(item) for key, item in value.items()}
+        return {key: as_written(item) for key, item in value.items()}
     if isinstance(value, list):
-        return tuple(_as_written(item) for item in value)
+        return tuple(as_written(item) for item in value)
     return value
 
 
@@ -390,7 +413,11 @@ _UNIONS = {"zero", "random_noise", "fitted_noise", "state_passing", "tbtt"}
 def _one_line(error: ValidationError, where: str, data: dict[str, Any]) -> str:
     problems = error.errors()
     first = problems[0]
-    location = [part for number, part in enumerate(first["loc"]) if not (part in _UNIONS and number and first["loc"][number - 2] == "arms")]
+    location = [
+        part
+        for number, part in enumerate(first["loc"])
+        if not (part in _UNIONS and number and first["loc"][number - 2] == "arms")
+    ]
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     kind = first["type"]
     value = first["input"]
@@ -432,10 +459,7 @@ def _models_at(annotation: Any, location: tuple[Any, ...]) -> list[Any]:
     arguments = [item for item in get_args(annotation) if item is not type(None) and item is not Ellipsis]
     models: list[Any] = []
     for item in arguments:
-        if isinstance(item, type) and issubclass(item, BaseModel):
-            inner = location[1:] if _is_container(annotation) else location
-            models += _models_at(item, inner)
-        elif get_args(item):
+        if (isinstance(item, type) and issubclass(item, BaseModel)) or get_args(item):
             inner = location[1:] if _is_container(annotation) else location
             models += _models_at(item, inner)
     return models
@@ -445,6 +469,11 @@ def _is_container(annotation: Any) -> bool:
     from typing import get_origin
 
     return get_origin(annotation) in (tuple, list, dict)
+
+
+def arm_from_json(data: dict[str, Any]) -> Arm:
+    """An arm from a stage's record."""
+    return _ARM.validate_python(as_written(data))
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

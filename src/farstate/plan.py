@@ -127,15 +127,13 @@ class Plan:
                     self.posttrained[name, arm, seed] = self._add(self._posttrain(name, model, arm, seed))
         self.evaluated: dict[tuple[str, str, int | None], Stage] = {}
         for name, model in params.models.items():
-            seed = params.pretrain.seed if model.checkpoint is None else None
-            self.evaluated[name, "base", seed] = self._add(self._evaluate(name, model, "base", seed, self.base[name]))
+            own = params.pretrain.seed if model.checkpoint is None else None
+            self.evaluated[name, "base", own] = self._add(self._evaluate(name, model, "base", own, self.base[name]))
         for (name, arm, seed), stage in self.posttrained.items():
             self.evaluated[name, arm, seed] = self._add(self._evaluate(name, params.models[name], arm, seed, stage))
         for figure in type(params.figures).model_fields:
             comparison = self._add(self._compare(figure))
-            report = params.report.model_dump(mode="json")
-            report["models"] = self._model_labels(getattr(params.figures, figure).models)
-            self.pages[figure] = Page(figure, comparison, report)
+            self.pages[figure] = Page(figure, comparison, self._report(figure))
 
     def _documents(self, source: Source) -> Iterator[Stage]:
         params = self.params
@@ -315,24 +313,21 @@ class Plan:
             numerics=("evaluation",),
         )
 
-    def _model_labels(self, names: Iterable[str]) -> dict[str, Any]:
-        """What the page prints of each model; the sizes of a published checkpoint are read when it is imported."""
-        labels: dict[str, Any] = {}
-        for name in names:
-            model = self.params.models[name]
-            label: dict[str, Any] = {"architecture": model.architecture, "context": model.context}
-            if model.shape is not None:
-                from farstate.models.config import Mamba2Config
-
-                config = Mamba2Config(**_tuples(model.shape.model_dump()), vocabulary_size=self.params.tokenizer.vocabulary_size)
-                label["parameters"] = config.parameter_count()
-                label["parameters_without_embeddings"] = config.parameter_count(embeddings=False)
-                batch = self.params.pretrain.recipe.batch_tokens
-                label["training_tokens"] = self.params.pretrain.tokens // batch * batch
-            else:
-                label["checkpoint"] = model.checkpoint
-            labels[name] = label
-        return labels
+    def _report(self, figure: str) -> dict[str, Any]:
+        """What a page prints besides its tables; a change of it draws the page again and computes nothing."""
+        params = self.params
+        report = params.report.model_dump(mode="json")
+        for part in ("pretrain", "posttrain", "evaluate"):
+            report[part] = getattr(params, part).model_dump(mode="json")
+        batch = params.pretrain.recipe.batch_tokens
+        report["models"] = {
+            name: {
+                "context": params.models[name].context,
+                "training_tokens": None if params.models[name].checkpoint else params.pretrain.tokens // batch * batch,
+            }
+            for name in getattr(params.figures, figure).models
+        }
+        return report
 
     # --- questions ---------------------------------------------------------------------------------------
 
@@ -355,7 +350,9 @@ class Plan:
         if tokenizer.kind in ("file", "hub"):
             found.append(tokenizer_outside(tokenizer.file, tokenizer.hub))
         found += [
-            sources.Outside("checkpoint", model.checkpoint) for model in self.params.models.values() if model.checkpoint is not None
+            sources.Outside("checkpoint", model.checkpoint)
+            for model in self.params.models.values()
+            if model.checkpoint is not None
         ]
         return list(dict.fromkeys(found))
 
@@ -524,10 +521,6 @@ def _nest(dotted: dict[str, Any]) -> dict[str, Any]:
             value = {part: value}
         nested = merge(nested, value)
     return nested
-
-
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def _excluded(path: str, patterns: tuple[str, ...]) -> bool:

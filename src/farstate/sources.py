@@ -41,7 +41,9 @@ def read_lock(path: Path = LOCK) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except yaml.YAMLError as error:
-        raise FarstateError(f"{path}: not valid YAML, {' '.join(str(error).split())}; restore it from git or register again") from None
+        raise FarstateError(
+            f"{path}: not valid YAML, {' '.join(str(error).split())}; restore it from git or register again"
+        ) from None
     if not isinstance(data, dict):
         raise FarstateError(f"{path}: a mapping is expected; restore it from git or register again")
     return data

@@ -59,7 +59,9 @@ class State:
         batch_size, device = self.batch_size, self.device
         for number, layer in enumerate(self.layers):
             if layer.recurrent.dim() < 3:
-                raise ValueError(f"layer {number}: the recurrent state must be (batch, head, ...), found {tuple(layer.recurrent.shape)}")
+                raise ValueError(
+                    f"layer {number}: the recurrent state must be (batch, head, ...), found {tuple(layer.recurrent.shape)}"
+                )
             for tensor in layer.tensors():
                 if tensor.shape[0] != batch_size or tensor.device != device:
                     raise ValueError(
@@ -118,10 +120,7 @@ class State:
             return torch.where(mask.view(-1, *(1,) * (tensor.dim() - 1)), tensor.new_zeros(()), tensor)
 
         return State(
-            tuple(
-                layer.map(clear) if auxiliary else LayerState(clear(layer.recurrent), layer.auxiliary)
-                for layer in self.layers
-            )
+            tuple(layer.map(clear) if auxiliary else LayerState(clear(layer.recurrent), layer.auxiliary) for layer in self.layers)
         )
 
     def without_auxiliary(self) -> State:

@@ -108,7 +108,9 @@ def input_function(
         stage = plan.at(pattern.format(**wildcards))
         found: dict[str, Any] = {}
         for role, stages in stage.upstream.items():
-            files = [file for upstream in stages for file in ([upstream.manifest] if role in manifests_only else upstream.outputs)]
+            files = [
+                file for upstream in stages for file in ([upstream.manifest] if role in manifests_only else upstream.outputs)
+            ]
             found[role] = [mark(file) for file in files]
         return found
 
