@@ -1,0 +1,1 @@
+"""Pre- and post-training: recipe, initial states, the trainer and what it writes."""

@@ -1,0 +1,312 @@
+"""The interventions: from which state each training sequence begins (paper §3 and App. B; everything else is equal).
+
+Adding one: a class with the methods of `Intervention`, its parameters in `farstate.params.Arm`, one line in `REGISTRY`.
+
+Draws depend only on (seed, step, row of the batch): not on how a batch is cut into micro-batches, nor on what was drawn
+before. Hence no generator has to be saved, and a resumed run draws what the uninterrupted one does. Noise is drawn on the
+CPU, so that every device sees the same. Ages are in tokens: how much text a state has read since it was zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from farstate import params
+from farstate.corpus.permutation import mix
+from farstate.state import LayerState, State
+
+NO_AGE = -1
+"""Stands for the age of a state that no text led to."""
+
+# Keys that keep the pseudo-random draws of one seed apart, from each other and from the data order's.
+_NOISE, _RESET = 101, 102
+
+
+class Rows(Protocol):
+    """The rows of a micro-batch, as far as interventions look at them (`corpus.readers.Batch` has more)."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """(B, T + 1) int64."""
+
+    @property
+    def fresh(self) -> Tensor:
+        """(B,) bool, true where a row does not continue its window of the step before."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an intervention knows of the run it serves.
+
+    Attributes:
+        seed: of the post-training.
+        rows: rows of a whole batch, a multiple of micro_batches.
+        micro_batches: parts in which a batch is computed; part m holds rows m · rows / micro_batches onwards.
+        context: T in tokens.
+        zero_state: gives a zero state of so many rows, on the model's device.
+    """
+
+    seed: int
+    rows: int
+    micro_batches: int
+    context: int
+    zero_state: Callable[[int], State]
+
+    @property
+    def part(self) -> int:
+        """Rows of a micro-batch."""
+        return self.rows // self.micro_batches
+
+
+class Intervention(Protocol):
+    """For each micro-batch in turn: `initial`, then (if wanted) `ages`, then `observe`."""
+
+    def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
+        """The state from which the rows of this micro-batch begin, without gradient; None is the zero state."""
+
+    def ages(self) -> Tensor:
+        """(B,) int64 on the CPU: age in tokens of each row's state that `initial` gave last; 0 is zero, NO_AGE is noise."""
+
+    def observe(self, final_state: State, micro_batch: int) -> None:
+        """See the state after the micro-batch; what is kept of it is detached."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Between two steps: all that is needed to go on, as tensors."""
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what `state_dict` gave."""
+
+
+class ZeroInit:
+    """The control: every sequence begins from zero, as in pre-training."""
+
+    def __init__(self, arm: params.ZeroInit, run: Run) -> None:
+        self._ages = torch.zeros(run.part, dtype=torch.int64)
+
+    def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
+        return None
+
+    def ages(self) -> Tensor:
+        return self._ages
+
+    def observe(self, final_state: State, micro_batch: int) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        pass
+
+
+class RandomNoise:
+    """N(0, σ²) for every element of the recurrent state, one σ for all layers and heads; the auxiliary state is zero."""
+
+    def __init__(self, arm: params.RandomNoise, run: Run) -> None:
+        self._run = run
+        self._sigma = arm.sigma
+        self._ages = torch.full((run.part,), NO_AGE, dtype=torch.int64)
+
+    def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
+        return _noise(self._run, step, micro_batch, lambda layer, values: values.mul_(self._sigma))
+
+    def ages(self) -> Tensor:
+        return self._ages
+
+    def observe(self, final_state: State, micro_batch: int) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        pass
+
+
+class FittedNoise:
+    """N(μ, σ²) with one μ and σ² for each layer and head, fitted to the final states; the auxiliary state is zero.
+
+    A batch's mean and (population) variance are over the head's entries and all rows, across its micro-batches. After
+    each batch μ ← (1 − β) · batch + β · μ, and σ² alike; the first batch's values are taken as they are [assumed], and
+    the batches before there are any begin from zero.
+    """
+
+    def __init__(self, arm: params.FittedNoise, run: Run) -> None:
+        self._run = run
+        self._beta = arm.beta
+        self._mean: Tensor | None = None  # (L, H) float64, on the CPU
+        self._variance: Tensor | None = None
+        self._parts: list[tuple[Tensor, Tensor]] = []
+
+    def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
+        if self._mean is None or self._variance is None:
+            return None
+        mean, deviation = self._mean, self._variance.sqrt()
+
+        def shape(layer: int, values: Tensor) -> Tensor:
+            return values.mul_(deviation[layer, :, None].to(values.dtype)).add_(mean[layer, :, None].to(values.dtype))
+
+        return _noise(self._run, step, micro_batch, shape)
+
+    def ages(self) -> Tensor:
+        return torch.full((self._run.part,), 0 if self._mean is None else NO_AGE, dtype=torch.int64)
+
+    @torch.no_grad()
+    def observe(self, final_state: State, micro_batch: int) -> None:
+        moments = [torch.var_mean(final_state.entries(layer), dim=(0, 2), correction=0) for layer in range(len(final_state))]
+        variance, mean = (torch.stack(parts).double() for parts in zip(*moments, strict=True))
+        self._parts.append((mean, variance))
+        if micro_batch == self._run.micro_batches - 1:
+            self._update()
+
+    def _update(self) -> None:
+        means, variances = (torch.stack(parts).cpu() for parts in zip(*self._parts, strict=True))
+        self._parts.clear()
+        # Parts of equal size: the variance of the whole is the mean variance plus the variance of the means.
+        mean, variance = means.mean(0), variances.mean(0) + means.var(0, correction=0)
+        if self._mean is not None and self._variance is not None:
+            mean = (1.0 - self._beta) * mean + self._beta * self._mean
+            variance = (1.0 - self._beta) * variance + self._beta * self._variance
+        self._mean, self._variance = mean, variance
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {} if self._mean is None or self._variance is None else {"mean": self._mean, "variance": self._variance}
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        self._mean, self._variance = tensors.get("mean"), tensors.get("variance")
+
+
+class _Carried:
+    """Hands out final states it has seen, detached, after zeroing some rows. A slot holds the state of one micro-batch."""
+
+    def __init__(self, run: Run, slots: int, carry_auxiliary: bool, reset_auxiliary: bool) -> None:
+        self._run = run
+        self._carry_auxiliary = carry_auxiliary
+        self._reset_auxiliary = reset_auxiliary
+        self._states: list[State | None] = [None] * slots
+        self._state_ages = [torch.zeros(run.part, dtype=torch.int64) for _ in range(slots)]
+        self._given = self._state_ages[0]
+
+    def _resets(self, step: int, batch: Rows, micro_batch: int) -> Tensor:
+        """(B,) bool on the CPU: which rows begin from zero whatever was carried."""
+        raise NotImplementedError
+
+    def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
+        slot = micro_batch % len(self._states)
+        state = self._states[slot]
+        if state is None:
+            self._given = torch.zeros(self._run.part, dtype=torch.int64)
+            return None
+        resets = self._resets(step, batch, micro_batch)
+        self._given = self._state_ages[slot].masked_fill(resets, 0)
+        return state.reset(resets, self._reset_auxiliary) if resets.any() else state
+
+    def ages(self) -> Tensor:
+        return self._given
+
+    def observe(self, final_state: State, micro_batch: int) -> None:
+        slot = micro_batch % len(self._states)
+        state = final_state.detach()
+        self._states[slot] = state if self._carry_auxiliary else state.without_auxiliary()
+        self._state_ages[slot] = self._given + self._run.context
+
+    def state_dict(self) -> dict[str, Tensor]:
+        tensors = {}
+        for slot, state in enumerate(self._states):
+            if state is not None:
+                tensors[f"{slot}.ages"] = self._state_ages[slot]
+                tensors |= {f"{slot}.{name}": tensor for name, tensor in _flatten(state).items()}
+        return tensors
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        for slot in range(len(self._states)):
+            own = {name.removeprefix(f"{slot}."): tensor for name, tensor in tensors.items() if name.startswith(f"{slot}.")}
+            if own:
+                self._state_ages[slot] = own.pop("ages").cpu()
+                template = self._run.zero_state(1)
+                self._states[slot] = _unflatten(own, template).to(device=template.device)
+
+
+class StatePassing(_Carried):
+    """The final state of the previous batch of shuffled sequences, zeroed with a probability.
+
+    `previous: batch` (default): row i begins from what row i of the previous batch ended in, however the batch is cut.
+    `previous: micro_batch`: from what the same place of the micro-batch just before ended in.
+    `reset_unit: batch`: one draw for the whole batch, or for each micro-batch where states pass between those.
+    `reset_auxiliary: false` keeps the convolution state of a reset row; its age, that of the recurrent state, is 0.
+    """
+
+    def __init__(self, arm: params.StatePassing, run: Run) -> None:
+        self._between_parts = arm.previous == "micro_batch"
+        super().__init__(run, 1 if self._between_parts else run.micro_batches, arm.carry_auxiliary, arm.reset_auxiliary)
+        self._probability = arm.reset_probability
+        self._unit = arm.reset_unit
+
+    def _resets(self, step: int, batch: Rows, micro_batch: int) -> Tensor:
+        part = self._run.part
+        if self._unit == "sequence":
+            unit = torch.arange(micro_batch * part, (micro_batch + 1) * part)
+        else:
+            unit = torch.full((part,), micro_batch if self._between_parts else 0)
+        bits = mix(self._run.seed, _RESET, step, unit.numpy()) >> 11  # 53 of them: every double in [0, 1) of that spacing
+        return torch.from_numpy(bits.astype("float64") * 2.0**-53) < self._probability
+
+
+class Tbtt(_Carried):
+    """The final state of the row's previous window, zeroed exactly where the row does not continue it."""
+
+    def __init__(self, arm: params.Tbtt, run: Run) -> None:
+        super().__init__(run, run.micro_batches, arm.carry_auxiliary, reset_auxiliary=True)
+
+    def _resets(self, step: int, batch: Rows, micro_batch: int) -> Tensor:
+        return batch.fresh
+
+
+REGISTRY: dict[str, Callable[[Any, Run], Intervention]] = {
+    "zero": ZeroInit,
+    "random_noise": RandomNoise,
+    "fitted_noise": FittedNoise,
+    "state_passing": StatePassing,
+    "tbtt": Tbtt,
+}
+
+
+def build(arm: params.Arm, run: Run) -> Intervention:
+    """The intervention that `arm.initial_state` names."""
+    return REGISTRY[arm.initial_state](arm, run)
+
+
+def _noise(run: Run, step: int, micro_batch: int, shape: Callable[[int, Tensor], Tensor]) -> State:
+    """Standard normal entries, each row from a generator of its own, given by layer as (B, H, E) to `shape`."""
+    state = run.zero_state(run.part)
+    seeds = mix(run.seed, _NOISE, step, torch.arange(micro_batch * run.part, (micro_batch + 1) * run.part).numpy())
+    generators = [torch.Generator().manual_seed(int(seed)) for seed in seeds]
+    for layer in range(len(state)):
+        zeros = state.entries(layer)
+        values = torch.empty(zeros.shape, dtype=zeros.dtype)
+        for row, generator in zip(values, generators, strict=True):
+            row.normal_(generator=generator)
+        state = state.with_entries(layer, shape(layer, values))
+    return state
+
+
+def _flatten(state: State) -> dict[str, Tensor]:
+    tensors = {}
+    for number, layer in enumerate(state.layers):
+        tensors[f"{number}.recurrent"] = layer.recurrent
+        tensors |= {f"{number}.auxiliary.{name}": tensor for name, tensor in layer.auxiliary.items()}
+    return tensors
+
+
+def _unflatten(tensors: dict[str, Tensor], like: State) -> State:
+    return State(
+        tuple(
+            LayerState(tensors[f"{number}.recurrent"], {name: tensors[f"{number}.auxiliary.{name}"] for name in layer.auxiliary})
+            for number, layer in enumerate(like.layers)
+        )
+    )
