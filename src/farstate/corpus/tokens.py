@@ -1,0 +1,247 @@
+"""Tokens: the documents of one source as one flat file of integers, with an index beside it."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from farstate.corpus import stage
+from farstate.corpus.documents import SCHEMA as DOCUMENTS_SCHEMA
+from farstate.corpus.tokenizer import load_tokenizer, symbols
+from farstate.errors import FarstateError
+from farstate.files import atomic_path, read_json, read_manifest, sha256_file, write_json, write_manifest
+from farstate.params import Store
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+
+TOKENS = "tokens.bin"
+INDEX = "index.parquet"
+INDEX_SCHEMA = pa.schema(
+    [
+        *(DOCUMENTS_SCHEMA.field(name) for name in ("id", "split", "source", "title", "pile_set_name", "bytes")),
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("length", pa.int64(), nullable=False),
+    ]
+)
+
+Dtype = Literal["uint16", "uint32"]
+# An encoded token takes about 100 bytes until it is reduced to its id: batches bound that memory.
+_BATCH_BYTES = 1 << 20
+# One batch is encoded while the one before it is written.
+_IN_FLIGHT = 2
+
+
+def write_tokens(
+    documents: Path,
+    tokenizer: Path,
+    store: Store,
+    vocabulary_size: int,
+    output: Path,
+    *,
+    threads: int | None = None,
+    progress: stage.Progress | None = None,
+) -> None:
+    """Tokenise a result of `write_documents` into the directory `output`.
+
+    `tokens.bin` holds the tokens of all documents, one after the other in the order of `documents`, little-endian;
+    `index.parquet` (see INDEX_SCHEMA) says where each document starts (`offset`) and how many tokens it has (`length`).
+    No special tokens are added. A run that was killed goes on after the last row group it had finished, and ends
+    with the same bytes as an undisturbed one.
+
+    Args:
+        vocabulary_size: size of the model's embedding; every id must be below it.
+        threads: cores for the tokenizer; by default all.
+
+    Raises:
+        FarstateError: the tokenizer or the store's dtype does not fit the vocabulary, or an input is unfinished.
+    """
+    stage.begin(output)
+    stage.use_threads(threads)
+    dtype = choose_dtype(store.dtype, vocabulary_size)
+    encoder = load_tokenizer(tokenizer)
+    if symbols(encoder) > vocabulary_size:
+        raise FarstateError(
+            f"{tokenizer}: has {symbols(encoder)} symbols, the vocabulary size is {vocabulary_size}; raise tokenizer.vocabulary_size"
+        )
+    source = stage.part(documents, stage.DOCUMENTS)
+    fingerprint = {
+        "documents": read_manifest(source.parent)["files"][stage.DOCUMENTS]["sha256"],
+        "tokenizer": sha256_file(stage.part(tokenizer, stage.TOKENIZER)),
+        "dtype": dtype,
+    }
+    with pq.ParquetFile(source) as file, _Scratch(output, fingerprint, np.dtype(dtype)) as scratch:
+        total = file.metadata.num_rows
+        for batch, encodings in _encoded(encoder, _batches(file, scratch.groups)):
+            scratch.append(_ids(encodings, vocabulary_size, dtype, f"{source}, documents from row {scratch.documents + 1}"))
+            if batch.ends_group:
+                scratch.commit()
+            if progress:
+                progress(scratch.documents, total)
+        summary = _write_index(file, scratch.lengths(), output / INDEX)
+        scratch.finish()
+    contents = {"dtype": dtype, "vocabulary_size": vocabulary_size, **summary}
+    write_manifest(output, contents, [TOKENS, INDEX])
+    scratch.clean()
+
+
+def choose_dtype(dtype: Literal["auto", "uint16", "uint32"], vocabulary_size: int) -> Dtype:
+    """The integer type of the store.
+
+    Raises:
+        FarstateError: the asked type is too small for the vocabulary.
+    """
+    if dtype == "uint16" and vocabulary_size > 1 << 16:
+        raise FarstateError(f"store.dtype: uint16 holds 65536 symbols, the vocabulary has {vocabulary_size}; use uint32 or auto")
+    if dtype == "auto":
+        return "uint16" if vocabulary_size <= 1 << 16 else "uint32"
+    return dtype
+
+
+@dataclass(frozen=True)
+class _Batch:
+    texts: list[str]
+    ends_group: bool
+
+
+def _batches(file: pq.ParquetFile, first_group: int) -> Iterator[_Batch]:
+    for group in range(first_group, file.num_row_groups):
+        table = file.read_row_group(group, columns=["text", "bytes"])
+        texts = table["text"].to_pylist()
+        ends = np.cumsum(table["bytes"].to_numpy())
+        start = 0
+        while start < len(texts):
+            before = ends[start - 1] if start else 0
+            stop = max(start + 1, int(np.searchsorted(ends, before + _BATCH_BYTES, side="right")))
+            yield _Batch(texts[start:stop], stop == len(texts))
+            start = stop
+
+
+def _encoded(encoder: Tokenizer, batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, list[Encoding]]]:
+    with ThreadPoolExecutor(1) as pool:
+        running: deque[tuple[_Batch, Future[list[Encoding]]]] = deque()
+        for batch in batches:
+            running.append((batch, pool.submit(encoder.encode_batch_fast, batch.texts, add_special_tokens=False)))
+            if len(running) == _IN_FLIGHT:
+                done, future = running.popleft()
+                yield done, future.result()
+        for done, future in running:
+            yield done, future.result()
+
+
+def _ids(encodings: list[Encoding], vocabulary_size: int, dtype: Dtype, where: str) -> list[NDArray[Any]]:
+    rows = []
+    for encoding in encodings:
+        ids = np.array(encoding.ids, dtype=np.uint32)
+        if ids.size and int(ids.max()) >= vocabulary_size:
+            raise FarstateError(f"{where}: the tokenizer gave id {ids.max()}, the vocabulary size is {vocabulary_size}")
+        rows.append(ids.astype(np.dtype(dtype).newbyteorder("<")))
+    return rows
+
+
+class _Scratch:
+    """Unfinished output: tokens and lengths appended batch by batch, and a record of what is safely on disk.
+
+    The record is written after both files have reached the disk. What lies behind it in them is cut off when
+    work goes on; a record of other inputs, or one that the files do not bear out, is worth nothing.
+    """
+
+    def __init__(self, output: Path, fingerprint: dict[str, str], dtype: np.dtype[Any]) -> None:
+        self._final = output / TOKENS
+        self._tokens_path = output / ".tokens.part"
+        self._lengths_path = output / ".lengths.part"
+        self._record_path = output / ".progress.json"
+        self._fingerprint = fingerprint
+        self._itemsize = dtype.itemsize
+        self.groups = self.documents = self._tokens = 0
+        # Killed between the last rename and the manifest: the tokens have their final name already.
+        if self._final.exists() and not self._tokens_path.exists():
+            os.replace(self._final, self._tokens_path)
+        self._resume()
+
+    def __enter__(self) -> _Scratch:
+        with ExitStack() as stack:
+            self._tokens_file = stack.enter_context(open(_cut(self._tokens_path, self._tokens * self._itemsize), "ab"))
+            self._lengths_file = stack.enter_context(open(_cut(self._lengths_path, self.documents * 8), "ab"))
+            self._files = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def append(self, rows: list[NDArray[Any]]) -> None:
+        for row in rows:
+            row.tofile(self._tokens_file)
+        np.array([row.size for row in rows], dtype="<i8").tofile(self._lengths_file)
+        self.documents += len(rows)
+        self._tokens += sum(row.size for row in rows)
+
+    def commit(self) -> None:
+        """A row group is complete: make it durable, then record it."""
+        self.groups += 1
+        for file in (self._tokens_file, self._lengths_file):
+            file.flush()
+            os.fsync(file.fileno())
+        record = {"inputs": self._fingerprint, "groups": self.groups, "documents": self.documents, "tokens": self._tokens}
+        write_json(self._record_path, record)
+
+    def lengths(self) -> NDArray[np.int64]:
+        return np.fromfile(self._lengths_path, dtype="<i8", count=self.documents).astype(np.int64)
+
+    def finish(self) -> None:
+        os.replace(self._tokens_path, self._final)
+
+    def clean(self) -> None:
+        self._lengths_path.unlink(missing_ok=True)
+        self._record_path.unlink(missing_ok=True)
+
+    def _resume(self) -> None:
+        try:
+            record = read_json(self._record_path)
+            sizes = self._tokens_path.stat().st_size, self._lengths_path.stat().st_size
+            borne_out = sizes[0] >= record["tokens"] * self._itemsize and sizes[1] >= record["documents"] * 8
+        except (FarstateError, FileNotFoundError, KeyError, TypeError):
+            return
+        if borne_out and record["inputs"] == self._fingerprint:
+            self.groups, self.documents, self._tokens = record["groups"], record["documents"], record["tokens"]
+
+
+def _cut(path: Path, size: int) -> Path:
+    path.touch()
+    os.truncate(path, size)
+    return path
+
+
+def _write_index(file: pq.ParquetFile, lengths: NDArray[np.int64], path: Path) -> dict[str, Any]:
+    """Join the documents' names with their places, row group by row group; return the manifest's counts."""
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    splits = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in stage.SPLITS}
+    row = 0
+    with atomic_path(path) as temporary, pq.ParquetWriter(temporary, INDEX_SCHEMA, compression="zstd") as writer:
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group, columns=INDEX_SCHEMA.names[:-2])
+            part = slice(row, row + table.num_rows)
+            row = part.stop
+            table = table.append_column(INDEX_SCHEMA.field("offset"), pa.array(offsets[:-1][part]))
+            table = table.append_column(INDEX_SCHEMA.field("length"), pa.array(lengths[part]))
+            writer.write_table(table.select(INDEX_SCHEMA.names).cast(INDEX_SCHEMA))
+            names = np.asarray(table["split"].to_pylist())
+            sizes = table["bytes"].to_numpy()
+            for split, counts in splits.items():
+                of_split = names == split
+                counts["documents"] += int(of_split.sum())
+                counts["tokens"] += int(lengths[part][of_split].sum())
+                counts["bytes"] += int(sizes[of_split].sum())
+    totals = {key: sum(counts[key] for counts in splits.values()) for key in ("documents", "tokens", "bytes")}
+    return {**totals, "splits": splits}
