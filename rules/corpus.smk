@@ -126,6 +126,7 @@ rule store:
             "results/corpus/store-{key}/",
             manifest="manifest.json",
             store="store.json",
+            index="index.parquet",
         ),
     log:
         "logs/corpus/store-{key}.log",

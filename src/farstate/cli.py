@@ -301,11 +301,10 @@ def main() -> None:
     except typer.Exit as leave:
         sys.exit(leave.exit_code)
     except Exception as error:
-        import click
-
-        if isinstance(error, click.ClickException):
+        # Usage errors of the command-line library: they know how to show themselves and their exit status.
+        if hasattr(error, "show") and hasattr(error, "exit_code"):
             error.show()
             sys.exit(error.exit_code)
-        if isinstance(error, click.exceptions.Abort):
+        if type(error).__name__ == "Abort":
             sys.exit(130)
         raise

@@ -114,7 +114,7 @@ class Plan:
                 phase="corpus",
                 name="store",
                 params={"vocabulary_size": vocabulary},
-                files=("store.json",),
+                files=("store.json", "index.parquet"),
                 upstream={"shards": shards},
                 numerics=("corpus",),
             )
@@ -289,12 +289,12 @@ class Plan:
 
     def _compare(self, figure: str) -> Stage:
         chosen = getattr(self.params.figures, figure)
-        evaluations = tuple(
-            stage for (model, arm, _), stage in self.evaluated.items() if model in chosen.models and arm in chosen.arms
-        )
-        trainings = tuple(
-            stage for (model, arm, _), stage in self.posttrained.items() if model in chosen.models and arm in chosen.arms
-        )
+
+        def wanted(runs: dict[Any, Stage]) -> dict[Any, Stage]:
+            # Sorted, so that the order in which arms are written changes nothing.
+            return {run: runs[run] for run in sorted(runs, key=str) if run[0] in chosen.models and run[1] in chosen.arms}
+
+        trainings = wanted(self.posttrained)
         return Stage(
             rule="compare",
             phase="evaluate",
@@ -304,12 +304,11 @@ class Plan:
                 "figure": chosen.model_dump(mode="json"),
                 "trainings": [
                     {"model": model, "arm": arm, "seed": seed, "directory": stage.directory}
-                    for (model, arm, seed), stage in self.posttrained.items()
-                    if stage in trainings
+                    for (model, arm, seed), stage in trainings.items()
                 ],
             },
             files=("curves.parquet", "references.parquet", "verdicts.parquet", "ages.parquet", "metrics.json"),
-            upstream={"evaluations": evaluations, "trainings": trainings},
+            upstream={"evaluations": tuple(wanted(self.evaluated).values()), "trainings": tuple(trainings.values())},
             numerics=("evaluation",),
         )
 

@@ -1,0 +1,81 @@
+"""Shared fixtures: where the test data is, and a clone of the working tree to run the workflow in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def environment(clone: Path, **extra: str) -> dict[str, str]:
+    """The environment of a command run in `clone`: its own source first, no profile or cache of the caller's."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SNAKEMAKE_", "FARSTATE_", "OMP_NUM"))}
+    return {
+        **kept,
+        "PYTHONPATH": str(clone / "src"),
+        "PATH": str(Path(sys.executable).parent) + os.pathsep + kept["PATH"],
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "DVC_NO_ANALYTICS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        **extra,
+    }
+
+
+def run(clone: Path, *command: str, check: bool = True, timeout: float = 300, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in `clone` as a user would; its output, both streams together, in `stdout`."""
+    done = subprocess.run(
+        command,
+        cwd=clone,
+        env=environment(clone, **extra),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=timeout,
+        check=False,
+    )
+    if check:
+        assert done.returncode == 0, f"{' '.join(command)} failed ({done.returncode}):\n{done.stdout[-6000:]}"
+    return done
+
+
+def make_clone(target: Path) -> Path:
+    """Copy what git would carry (tracked and new files) to `target` and commit it there; `params.yaml` is the test's."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=REPOSITORY, capture_output=True, check=True
+    )
+    for name in listed.stdout.decode().split("\0"):
+        source = REPOSITORY / name
+        if name and source.is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name)
+    shutil.copy(REPOSITORY / "config/test.yaml", target / "params.yaml")
+    for command in (
+        ["git", "init", "-q"],
+        ["git", "config", "user.email", "test@example.org"],
+        ["git", "config", "user.name", "test"],
+        ["git", "add", "-A"],
+        ["git", "commit", "-qm", "clone"],
+    ):
+        subprocess.run(command, cwd=target, check=True, capture_output=True)
+    return target
+
+
+@pytest.fixture(scope="session")
+def finished_clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone in which `snakemake` ran to the end on the test configuration."""
+    clone = make_clone(tmp_path_factory.mktemp("finished") / "clone")
+    run(clone, "snakemake", timeout=600)
+    return clone
+
+
+@pytest.fixture
+def clone_with_results(finished_clone: Path, tmp_path: Path) -> Path:
+    """A clone of its own with all results of `finished_clone` in it, to be edited freely."""
+    return shutil.copytree(finished_clone, tmp_path / "clone", symlinks=True)

@@ -1,0 +1,170 @@
+"""Parameters: what is accepted, and one clear line for what is not."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from farstate.errors import FarstateError
+from farstate.params import Params, flatten, load, merge, read_yaml, validate
+from farstate.plan import command_line_overrides
+from farstate.reference_pages import parameter_pages
+from farstate.settings import load_settings
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CONFIGURATIONS = ["params.yaml", "config/paper.yaml", "config/test.yaml"]
+
+
+@pytest.fixture(scope="module")
+def valid() -> dict[str, Any]:
+    return read_yaml(REPOSITORY / "config/test.yaml")
+
+
+def put(data: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """A deep copy with the value at a dotted key replaced."""
+    data = copy.deepcopy(data)
+    *path, last = key.split(".")
+    place = data
+    for part in path:
+        place = place[int(part)] if isinstance(place, list) else place[part]
+    if isinstance(place, list):
+        place[int(last)] = value
+    else:
+        place[last] = value
+    return data
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_configurations_are_valid_and_read_alike_by_both_loaders(name: str) -> None:
+    assert isinstance(load(REPOSITORY / name), Params)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_configurations_write_every_leaf_down(name: str) -> None:
+    """DVC compares what is written: a default that is not written could change without being seen."""
+    written = flatten(read_yaml(REPOSITORY / name))
+    params = load(REPOSITORY / name)
+    for group in ("posttrain", "evaluate", "compare", "figures", "report", "store"):
+        resolved = flatten(getattr(params, group).model_dump(mode="json"), group)
+        assert set(resolved) <= set(written), f"{name}: not written: {sorted(set(resolved) - set(written))}"
+
+
+BAD = {
+    "misspelt key": ("posttrain.stps", 3, ["posttrain.stps", "did you mean 'steps'"]),
+    "misspelt key in an arm": ("posttrain.arms.state_passing.reset_prob", 0.1, ["posttrain.arms.state_passing.reset_prob", "unknown"]),
+    "misspelt top key": ("pretrian", {}, ["pretrian", "did you mean 'pretrain'"]),
+    "wrong type": ("posttrain.steps", "many", ["posttrain.steps", "'many'", "integer"]),
+    "number as text": ("pretrain.recipe.peak_learning_rate", "3e-3", ["pretrain.recipe.peak_learning_rate", "'3e-3'"]),
+    "out of range": ("posttrain.arms.state_passing.reset_probability", 1.5, ["reset_probability", "1.5", "less than or equal to 1"]),
+    "not a number": ("compare.tolerance", float("nan"), ["compare.tolerance"]),
+    "unknown choice": ("evaluate.split", "train", ["evaluate.split", "'validation' or 'test'"]),
+    "unknown arm kind": ("posttrain.arms.control.initial_state", "zeros", ["posttrain.arms.control", "'state_passing'"]),
+    "unknown model in a figure": ("figures.fig5.models", ["tinny"], ["figures.fig5.models", "did you mean 'tiny'"]),
+    "unknown arm in a figure": ("figures.fig5.arms", ["base", "contrl"], ["figures.fig5.arms", "did you mean 'control'"]),
+    "a figure without base": ("figures.fig5.arms", ["control"], ["figures.fig5.arms", "'base'"]),
+    "an arm called base": ("posttrain.arms.base", {"initial_state": "zero"}, ["'base'"]),
+    "batch not a multiple": ("posttrain.recipe.batch_tokens", 500, ["posttrain.recipe.batch_tokens", "500", "multiple"]),
+    "sizes that do not divide": ("models.tiny.shape.head_size", 7, ["models.tiny.shape", "head_size = 7"]),
+    "no source": ("corpus.sources", [], ["corpus.sources"]),
+    "a source of two kinds": ("corpus.sources.0.hub", "x/y", ["corpus.sources[0]", "exactly one"]),
+    "nothing left to train on": ("corpus.split.test", 1.0, ["corpus.split", "nothing would be left"]),
+    "evaluation shorter than training": ("evaluate.length", 8, ["evaluate.length", "models.tiny.context"]),
+    "equal seeds": ("posttrain.seeds", [1, 1], ["posttrain.seeds", "differ"]),
+    "negative seed": ("posttrain.seeds", [-1], ["posttrain.seeds[0]", "-1"]),
+    "a package without checksum": (
+        "corpus.sources.0",
+        {"name": "a", "package": "x==1"},
+        ["corpus.sources[0]", "sha256"],
+    ),
+    "unpinned package": ("corpus.sources.0", {"name": "a", "package": "x>=1", "members": "*"}, ["corpus.sources[0].package", "'x>=1'"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_values_get_one_line_with_file_key_and_remedy(case: str, valid: dict[str, Any]) -> None:
+    key, value, expected = BAD[case]
+    with pytest.raises(FarstateError) as caught:
+        validate(put(valid, key, value), "my.yaml")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("my.yaml: ")
+    for part in expected:
+        assert part in message, message
+
+
+def test_missing_section(valid: dict[str, Any]) -> None:
+    with pytest.raises(FarstateError, match=r"my\.yaml: corpus: missing"):
+        validate({key: value for key, value in valid.items() if key != "corpus"}, "my.yaml")
+
+
+YAML = {
+    "a number only YAML 1.2 reads": ("posttrain: {steps: 1e3}", ["posttrain.steps", "1.0e-3"]),
+    "on is true for one": ("report: {paper_values: on}", ["report.paper_values", "true or false"]),
+    "octal": ("compare: {seed: 010}", ["compare.seed"]),
+    "sexagesimal": ("compare: {seed: 1:30}", ["compare.seed"]),
+    "a key given twice": ("compare: {seed: 1, seed: 2}", ["line 1"]),
+    "broken": ("compare: {seed: 1", ["not valid YAML"]),
+    "not a mapping": ("- 1\n- 2", ["a mapping"]),
+    "a tag that builds an object": ("compare: !!python/object/apply:os.system ['true']", ["not valid YAML"]),
+    "a key that is read as true": ("on: 1", ["'True'"]),
+}
+
+
+@pytest.mark.parametrize("case", YAML)
+def test_yaml_that_the_two_loaders_read_differently_is_refused(case: str, tmp_path: Path) -> None:
+    text, expected = YAML[case]
+    path = tmp_path / "p.yaml"
+    path.write_text(text)
+    with pytest.raises(FarstateError) as caught:
+        read_yaml(path)
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    for part in expected:
+        assert part in message, message
+
+
+def test_files_that_are_not_there_or_not_text(tmp_path: Path) -> None:
+    with pytest.raises(FarstateError, match="no such file"):
+        read_yaml(tmp_path / "absent.yaml")
+    with pytest.raises(FarstateError, match="is a folder"):
+        read_yaml(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"note: caf\xe9")
+    with pytest.raises(FarstateError, match="not UTF-8"):
+        read_yaml(tmp_path / "latin.yaml")
+
+
+def test_command_line_values_arrive_as_text_and_are_read_as_yaml() -> None:
+    read = command_line_overrides({"posttrain": {"steps": "50", "seeds": ["0", "1"], "recipe": {"peak_learning_rate": "1.0e-3"}}})
+    assert read == {"posttrain": {"steps": 50, "seeds": [0, 1], "recipe": {"peak_learning_rate": 1e-3}}}
+
+
+def test_merge_replaces_lists_and_merges_mappings() -> None:
+    assert merge({"a": {"b": 1, "c": [1, 2]}}, {"a": {"c": [3]}, "d": 1}) == {"a": {"b": 1, "c": [3]}, "d": 1}
+
+
+def test_generated_pages_do_not_drift() -> None:
+    for path, text in parameter_pages().items():
+        assert (REPOSITORY / path).read_text(encoding="utf-8") == text, f"{path}: run `farstate schema`"
+
+
+def test_the_schema_accepts_the_configurations() -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="the jsonschema package comes with snakemake")
+    schema = json.loads((REPOSITORY / "config/params.schema.json").read_text())
+    for name in CONFIGURATIONS:
+        jsonschema.validate(yaml.safe_load((REPOSITORY / name).read_text()), schema)
+
+
+def test_settings_name_the_unknown_and_the_impossible(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("devise: cpu\n")
+    with pytest.raises(FarstateError, match="did you mean 'device'"):
+        load_settings(path)
+    path.write_text("device: tpu\n")
+    with pytest.raises(FarstateError, match="'tpu' is not allowed"):
+        load_settings(path)
+    assert load_settings(tmp_path / "absent.yaml").device == "auto"

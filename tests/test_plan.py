@@ -1,0 +1,270 @@
+"""Keys and the plan: what a change of parameters, code or files moves, and what it leaves."""
+
+from __future__ import annotations
+
+import copy
+import html
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+from farstate import keys, sources
+from farstate.errors import FarstateError
+from farstate.grid import snapshot_file, snapshot_tokens
+from farstate.params import flatten, read_yaml, validate
+from farstate.plan import PAGE_FILES, PHASES, Page, Plan
+from test_params import put
+
+
+@pytest.fixture(scope="module")
+def data() -> dict[str, Any]:
+    return read_yaml(REPOSITORY / "config/test.yaml")
+
+
+@pytest.fixture(scope="module")
+def lock() -> dict[str, Any]:
+    return sources.read_lock(REPOSITORY / "config/sources.lock")
+
+
+def plan_of(data: dict[str, Any], lock: dict[str, Any]) -> Plan:
+    return Plan(validate(data, "test"), lock)
+
+
+def phases_that_differ(one: Plan, other: Plan) -> set[str]:
+    changed = set(other.stages) - set(one.stages)
+    return {directory.split("/")[1] for directory in changed}
+
+
+LATER = {
+    "corpus": set(PHASES),
+    "pretrain": {"pretrain", "posttrain", "evaluate"},
+    "posttrain": {"posttrain", "evaluate"},
+    "evaluate": {"evaluate"},
+    "report": set(),
+}
+GROUPS = {
+    "corpus": "corpus",
+    "tokenizer": "corpus",
+    "store": "corpus",
+    "models": "pretrain",
+    "pretrain": "pretrain",
+    "posttrain": "posttrain",
+    "evaluate": "evaluate",
+    "compare": "evaluate",
+    "figures": "evaluate",
+    "report": "report",
+}
+
+
+def another(value: Any, key: str) -> Any:
+    """A different value that is still allowed."""
+    special = {
+        "store.dtype": "uint32",
+        "corpus.damaged_records": "skip",
+        "evaluate.split": "validation",
+        "evaluate.streams": "concatenated",
+        "evaluate.documents": 3,
+        "posttrain.arms.state_passing.reset_unit": "batch",
+        "posttrain.arms.state_passing.previous": "micro_batch",
+        "posttrain.stretch_tokens": 320,
+        "figures.fig5.arms": ["base", "control"],
+        "models.tiny.context": 32,
+        "models.tiny.shape.head_size": 16,
+        "models.tiny.shape.width": 32,
+        "compare.confidence": 0.9,
+        "models.tiny.shape.A_init_range": [1.0, 2.0],
+        "report.scale": "demo",
+        "report.paper_models": {"tiny": "mamba2-370m"},
+        "compare.resamples": 700,
+        "pretrain.peak_learning_rates": {"tiny": 1e-3},
+        "posttrain.peak_learning_rates": {"tiny": 1e-3},
+        "pretrain.tokens": 200_000,
+        "evaluate.length": 128,
+        "posttrain.seeds": [0, 1],
+        "posttrain.recipe.betas": [0.8, 0.95],
+        "pretrain.recipe.betas": [0.8, 0.95],
+    }
+    if key in special:
+        return special[key]
+    if key.endswith("precision"):
+        return "bf16-mixed"
+    if key.endswith("batch_tokens"):
+        return value * 2
+    if key.endswith("micro_batches"):
+        return 2
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value * 0.5
+    if isinstance(value, str):
+        return value + "x"
+    raise AssertionError(f"no other value known for {key} = {value!r}")
+
+
+SKIPPED = {
+    "corpus.sources": "a list, tested below",
+    "tokenizer.kind": "needs other keys beside it",
+    "models.tiny.architecture": "there is one",
+    "figures.fig5.models": "there is one",
+}
+
+
+def leaves() -> list[str]:
+    found = flatten(read_yaml(REPOSITORY / "config/test.yaml"))
+    return [key for key in found if key not in SKIPPED and not key.endswith("initial_state")]
+
+
+@pytest.mark.parametrize("key", leaves())
+def test_each_parameter_moves_exactly_the_phases_that_depend_on_it(key: str, data: dict[str, Any], lock: dict[str, Any]) -> None:
+    before = plan_of(data, lock)
+    after = plan_of(put(data, key, another(flatten(data)[key], key)), lock)
+    group = GROUPS[key.split(".")[0]]
+    assert phases_that_differ(before, after) == LATER[group]
+    assert before.pages["fig5"].wanted() != after.pages["fig5"].wanted(), "the page must be drawn again"
+
+
+def test_every_group_of_parameters_is_named_by_its_dvc_stage() -> None:
+    """What DVC compares and what enters the keys of a phase are the same groups."""
+    stages = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
+    named = {group: stage for stage, content in stages.items() for group in content["params"]}
+    assert named == GROUPS
+
+
+def test_a_new_arm_adds_runs_and_moves_none(data: dict[str, Any], lock: dict[str, Any]) -> None:
+    before = plan_of(data, lock)
+    after = plan_of(put(data, "posttrain.arms.loud", {"initial_state": "random_noise", "sigma": 3.0}), lock)
+    added = set(after.stages) - set(before.stages)
+    assert {name.split("/")[2].rsplit("-", 1)[0] for name in added} == {"tiny.loud.s0", "perplexity.tiny.loud.s0"}
+
+
+def test_one_arms_parameter_moves_only_that_arm(data: dict[str, Any], lock: dict[str, Any]) -> None:
+    before = plan_of(data, lock)
+    after = plan_of(put(data, "posttrain.arms.random_noise.sigma", 0.7), lock)
+    moved = {name.split("/")[2].rsplit("-", 1)[0] for name in set(after.stages) - set(before.stages)}
+    assert moved == {"tiny.random_noise.s0", "perplexity.tiny.random_noise.s0", "fig5"}
+
+
+def test_numerics_versions_move_the_stages_that_use_them(
+    data: dict[str, Any], lock: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = plan_of(data, lock)
+    expected = {"evaluation": {"evaluate"}, "training": LATER["pretrain"], "ops": LATER["pretrain"], "corpus": set(PHASES)}
+    for module, phases in expected.items():
+        with monkeypatch.context() as patch:
+            patch.setitem(keys.NUMERICS, module, 99)
+            assert phases_that_differ(before, plan_of(data, lock)) == phases, module
+
+
+def test_keys_do_not_depend_on_the_order_of_keys_or_on_integers_for_floats(data: dict[str, Any], lock: dict[str, Any]) -> None:
+    shuffled = json.loads(json.dumps(data, sort_keys=True))
+    shuffled["pretrain"]["recipe"]["gradient_clip"] = 1
+    assert set(plan_of(shuffled, lock).stages) == set(plan_of(data, lock).stages)
+
+
+def test_content_of_outside_inputs_enters_the_key(data: dict[str, Any], lock: dict[str, Any]) -> None:
+    before = plan_of(data, lock)
+    other = copy.deepcopy(lock)
+    other["files:tests/data/corpus.jsonl"]["files"][0]["sha256"] = "0" * 64
+    assert phases_that_differ(before, plan_of(data, other)) == set(PHASES)
+    touched = copy.deepcopy(lock)
+    touched["files:tests/data/corpus.jsonl"]["files"][0]["modified_ns"] = 1
+    assert set(plan_of(data, touched).stages) == set(before.stages), "a date is not content"
+    unregistered = plan_of(data, {})
+    assert unregistered.documents[0].params["content"] == "unregistered"
+
+
+def test_snapshots_are_one_grid() -> None:
+    assert snapshot_tokens(65_536) == []
+    assert snapshot_tokens(300_000) == [65_536, 131_072, 262_144]
+    assert set(snapshot_tokens(1_000_000)) < set(snapshot_tokens(10**9))
+    assert snapshot_file(65_536) == "snapshot-000000065536.safetensors"
+
+
+# --- registering ------------------------------------------------------------------------------------------
+
+
+def test_register_and_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, lockfile = Path("a.txt"), Path("config/sources.lock")
+    text.write_text("one two three")
+    outside = sources.Outside("files", "*.txt")
+    with pytest.raises(FarstateError, match="farstate register"):
+        sources.check(outside, path=lockfile)
+    sources.register(outside, path=lockfile)
+    sources.check(outside, path=lockfile)
+    os.utime(text, ns=(5, 5))
+    sources.check(outside, path=lockfile)  # another date, the same content
+    stat = text.stat()
+    text.write_text("one two four!")  # the same size
+    os.utime(text, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
+    with pytest.raises(FarstateError, match=r"a\.txt: its content"):
+        sources.check(outside, path=lockfile, verify=True)
+    text.unlink()
+    with pytest.raises(FarstateError, match=r"a\.txt: registered .* but missing"):
+        sources.check(outside, path=lockfile)
+    with pytest.raises(FarstateError, match="no file matches"):
+        sources.register(sources.Outside("files", "none/*.txt"), path=lockfile)
+
+
+def test_a_hub_name_that_cannot_be_reached_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("no route")))
+    with pytest.raises(FarstateError, match=r"someone/model: neither a local path nor reachable .* local path"):
+        sources.register(sources.Outside("checkpoint", "someone/model"), path=tmp_path / "lock")
+    assert not (tmp_path / "lock").exists()
+
+
+# --- pages, superseding, restoring ------------------------------------------------------------------------
+
+
+def make_page(root: Path, page: Page, carried: dict[str, Any]) -> None:
+    for kind in PAGE_FILES:
+        path = root / page.outputs[kind]
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    text = html.escape(json.dumps(carried), quote=True)
+    (root / page.outputs["html"]).write_text(f'<head><meta name="farstate-keys" content="{text}"></head>')
+
+
+def test_a_page_that_carries_the_wanted_keys_is_newer_than_its_manifest(
+    tmp_path: Path, data: dict[str, Any], lock: dict[str, Any]
+) -> None:
+    plan = plan_of(data, lock)
+    page = plan.pages["fig5"]
+    make_page(tmp_path, page, page.wanted())
+    for kind in PAGE_FILES:  # pulled pages have arbitrary dates
+        os.utime(tmp_path / page.outputs[kind], (1000, 1000))
+    plan.write_pages(tmp_path)
+    assert (tmp_path / page.manifest).stat().st_mtime < 1000
+    make_page(tmp_path, page, {"figure": "fig5", "comparison": "results/evaluate/fig5-00000000"})
+    plan.write_pages(tmp_path)
+    assert (tmp_path / page.manifest).stat().st_mtime >= (tmp_path / page.outputs["html"]).stat().st_mtime - 1
+
+
+def test_superseded_results_come_back(tmp_path: Path, data: dict[str, Any], lock: dict[str, Any]) -> None:
+    old, new = plan_of(data, lock), plan_of(put(data, "posttrain.steps", 21), lock)
+    stage = old.posttrained["tiny", "control", 0]
+    for path in stage.outputs:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("{}")
+    (tmp_path / "results/posttrain/notes").mkdir()
+    assert new.supersede(tmp_path, "posttrain") == [stage.directory.split("/")[2]]
+    assert not (tmp_path / stage.directory).exists()
+    assert (tmp_path / "results/posttrain/notes").exists(), "only results are moved"
+    assert new.restore(tmp_path) == []
+    assert old.restore(tmp_path) == [stage.directory]
+    assert (tmp_path / stage.manifest).exists()
+
+
+def test_an_unfinished_superseded_result_stays_away(tmp_path: Path, data: dict[str, Any], lock: dict[str, Any]) -> None:
+    plan = plan_of(data, lock)
+    stage = plan.posttrained["tiny", "control", 0]
+    away = tmp_path / ".superseded/posttrain" / stage.directory.split("/")[2]
+    away.mkdir(parents=True)
+    (away / "model.safetensors").write_text("half")
+    assert plan.restore(tmp_path) == []
