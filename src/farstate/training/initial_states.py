@@ -158,8 +158,8 @@ class FittedNoise:
 
     @torch.no_grad()
     def observe(self, final_state: State, micro_batch: int) -> None:
-        moments = [torch.var_mean(final_state.entries(layer), dim=(0, 2), correction=0) for layer in range(len(final_state))]
-        variance, mean = (torch.stack(parts).double() for parts in zip(*moments, strict=True))
+        moments = [_moments(final_state.entries(layer)) for layer in range(len(final_state))]
+        mean, variance = (torch.stack(parts) for parts in zip(*moments, strict=True))
         self._parts.append((mean, variance))
         if micro_batch == self._run.micro_batches - 1:
             self._update()
@@ -279,6 +279,14 @@ REGISTRY: dict[str, Callable[[Any, Run], Intervention]] = {
 def build(arm: params.Arm, run: Run) -> Intervention:
     """The intervention that `arm.initial_state` names."""
     return REGISTRY[arm.initial_state](arm, run)
+
+
+def _moments(entries: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, H, E) → mean and population variance of each head, (H,) float64; several times faster than `torch.var_mean`."""
+    mean = entries.mean(2).double().mean(0)
+    centred = entries - mean[:, None].to(entries.dtype)
+    variance = torch.linalg.vector_norm(centred, dim=2).double().square().mean(0) / entries.shape[2]
+    return mean, variance
 
 
 def _noise(run: Run, step: int, micro_batch: int, shape: Callable[[int, Tensor], Tensor]) -> State:

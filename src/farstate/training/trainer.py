@@ -21,16 +21,15 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from farstate import params
 from farstate.corpus.readers import Batch, OrderedStreams, ShuffledStreams, ShuffledWindows
 from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
-from farstate.files import MANIFEST, atomic_path, only_one, read_manifest, sha256_file, write_manifest
+from farstate.files import MANIFEST, atomic_path, only_one, read_manifest, sha256_file, write_json, write_manifest
 from farstate.grid import snapshot_file
-from farstate.models.checkpoints import CONFIG, SAFETENSORS, load_model, save_model
+from farstate.models.checkpoints import CONFIG, SAFETENSORS, load_model
 from farstate.models.config import Mamba2Config
 from farstate.models.head import mean_nll
 from farstate.models.language_model import LanguageModel
@@ -48,6 +47,7 @@ from farstate.training.progress import Progress, notice
 from farstate.training.recipe import build_optimizer, clip_gradients, learning_rate, precision_context
 from farstate.training.records import Ages, Metrics
 from farstate.training.settings import RunSettings
+from farstate.training.weights import write_weights
 
 METRICS = "metrics.jsonl"
 AGES = "ages.parquet"
@@ -245,7 +245,8 @@ def _train(job: _Job, output: Path, scratch: Path, settings: RunSettings, manife
             done = step + 1
             metrics.add(loss, norm, rate)
             for due in job.snapshots_due(done):
-                path = _write_snapshot(model, scratch / _SNAPSHOTS / snapshot_file(due), done * recipe.batch_tokens)
+                path = scratch / _SNAPSHOTS / snapshot_file(due)
+                write_weights(model, path, done * recipe.batch_tokens)
                 files[f"{_SNAPSHOTS}/{path.name}"] = sha256_file(path)
             progress.update(done, loss)
             if done == job.steps:
@@ -364,25 +365,15 @@ def _restore(job: _Job, optimizer: torch.optim.Optimizer, tensors: dict[str, Ten
     job.intervention.load_state_dict(kept)
 
 
-def _write_snapshot(model: LanguageModel, path: Path, tokens: int) -> Path:
-    """The weights as `save_model` writes them, their exact token count in the header."""
-    config = json.dumps(model.config.model_dump(mode="json"), sort_keys=True)
-    metadata = {"format": "farstate.model", "config": config, "tokens": str(tokens)}
-    with atomic_path(path) as temporary:
-        # named_parameters names a tied tensor once, under the embedding.
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in model.named_parameters()}, temporary, metadata=metadata
-        )
-    return path
-
-
 def _publish(job: _Job, metrics: Metrics, ages: Ages | None, output: Path, scratch: Path, manifest: dict[str, Any]) -> None:
     names = [CONFIG, SAFETENSORS, METRICS]
-    for tokens in job.snapshots:
-        name = snapshot_file(tokens)
+    for due in job.snapshots:
+        name = snapshot_file(due)
         _place(scratch / _SNAPSHOTS / name, output / name)
         names.append(name)
-    save_model(job.model, output)
+    tokens = job.steps * job.recipe.batch_tokens
+    write_weights(job.model, output / SAFETENSORS, tokens)
+    write_json(output / CONFIG, job.model.config.model_dump(mode="json"))
     metrics.write(output / METRICS)
     if ages is not None:
         ages.write(output / AGES)
@@ -399,14 +390,12 @@ def _publish(job: _Job, metrics: Metrics, ages: Ages | None, output: Path, scrat
 
 def _place(source: Path, target: Path) -> None:
     """Make `source` appear as `target`, whole; a link where the disk allows, so that large snapshots are not copied."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+    target.unlink(missing_ok=True)
     try:
-        os.link(source, temporary)
+        os.link(source, target)
     except OSError:
         with atomic_path(target) as copy:
             shutil.copyfile(source, copy)
-    else:
-        os.replace(temporary, target)
 
 
 def _clear_scratch(scratch: Path) -> None:

@@ -1,0 +1,287 @@
+"""The interventions by themselves: what they hand out, what they keep, and that nothing else influences it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter
+from safetensors.torch import load_file, save_file
+
+from farstate import params
+from farstate.models.config import Mamba2Config
+from farstate.models.language_model import LanguageModel
+from farstate.state import State
+from farstate.training.initial_states import NO_AGE, REGISTRY, Intervention, Run, build
+
+ROWS, CONTEXT = 8, 5
+MODEL = LanguageModel(Mamba2Config(width=16, layers=2, state_size=8, head_size=8, vocabulary_size=11))
+ARMS = (
+    {"initial_state": "zero"},
+    {"initial_state": "random_noise", "sigma": 0.5},
+    {"initial_state": "fitted_noise"},
+    {"initial_state": "state_passing", "reset_probability": 0.4},
+    {"initial_state": "tbtt"},
+)
+
+
+@dataclass
+class Rows:
+    tokens: torch.Tensor
+    fresh: torch.Tensor
+
+
+def make(arm: dict, micro_batches: int = 1, rows: int = ROWS, seed: int = 3) -> Intervention:
+    return build(TypeAdapter(params.Arm).validate_python(arm), Run(seed, rows, micro_batches, CONTEXT, MODEL.zero_state))
+
+
+def rows(count: int = ROWS, fresh: list[bool] | None = None) -> Rows:
+    return Rows(torch.zeros(count, CONTEXT + 1, dtype=torch.int64), torch.tensor(fresh or [False] * count))
+
+
+def final(number: int, count: int = ROWS) -> State:
+    """A state that tells its rows apart: every entry of row i is 100 · number + i + 1, the recurrent one by layer and head too."""
+    marks = 100.0 * number + torch.arange(1, count + 1, dtype=torch.float32)
+    return MODEL.zero_state(count).map(lambda tensor: tensor + marks.view(-1, *(1,) * (tensor.dim() - 1)))
+
+
+def random_state(seed: int, count: int = ROWS) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    state = MODEL.zero_state(count)
+    for layer in range(len(state)):
+        entries = state.entries(layer)
+        heads = torch.arange(1, entries.shape[1] + 1)[:, None]
+        state = state.with_entries(layer, torch.randn(entries.shape, generator=generator) * heads + 3 * heads * (layer + 1))
+    return state
+
+
+def equal(left: State | None, right: State | None) -> bool:
+    left, right = (state if state is not None else MODEL.zero_state(ROWS) for state in (left, right))
+    return all(
+        torch.equal(a, b)
+        for mine, other in zip(left.layers, right.layers, strict=True)
+        for a, b in zip(mine.tensors(), other.tensors(), strict=True)
+    )
+
+
+def marks(state: State | None) -> list[float]:
+    """The mark of each row, the same in every recurrent entry."""
+    assert state is not None
+    for layer in range(len(state)):
+        entries = state.entries(layer).flatten(1)
+        assert torch.equal(entries, entries[:, :1].expand_as(entries))
+    return state.entries(0)[:, 0, 0].tolist()
+
+
+def test_every_arm_of_the_parameters_is_registered():
+    union = get_args(params.Arm)[0]
+    assert {get_args(arm.model_fields["initial_state"].annotation)[0] for arm in get_args(union)} == set(REGISTRY)
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm["initial_state"])
+def test_resumed_is_undisturbed(arm, tmp_path):
+    """State after two steps, through a safetensors file into a new object: the same for ever after."""
+    reference = make(arm)
+    for step in range(2):
+        reference.initial(step, rows(fresh=[step == 0] * ROWS), 0)
+        reference.observe(random_state(step), 0)
+    save_file(reference.state_dict(), tmp_path / "state")
+    resumed = make(arm)
+    resumed.load_state_dict(load_file(tmp_path / "state"))
+    for step in range(2, 5):
+        batch = rows(fresh=[step % 2 == row % 2 for row in range(ROWS)])
+        assert equal(reference.initial(step, batch, 0), resumed.initial(step, batch, 0))
+        assert torch.equal(reference.ages(), resumed.ages())
+        for intervention in (reference, resumed):
+            intervention.observe(random_state(step), 0)
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm["initial_state"])
+def test_no_gradient_and_no_global_randomness(arm):
+    before = torch.get_rng_state()
+    intervention = make(arm)
+    for step in range(3):
+        state = intervention.initial(step, rows(), 0)
+        if state is not None:
+            assert not any(tensor.requires_grad for layer in state.layers for tensor in layer.tensors())
+        assert intervention.ages().shape == (ROWS,)
+        assert intervention.ages().dtype == torch.int64
+        intervention.observe(random_state(step).map(lambda tensor: tensor.requires_grad_() * 1.0), 0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("arm", ARMS[1:4], ids=lambda arm: arm["initial_state"])
+def test_draws_do_not_depend_on_how_a_batch_is_cut(arm):
+    whole, parts = make(arm), make(arm, micro_batches=4)
+    for step in range(4):
+        expected = whole.initial(step, rows(), 0)
+        given = []
+        for number in range(4):
+            state = parts.initial(step, rows(2), number)
+            given.append(MODEL.zero_state(2) if state is None else state)
+            parts.observe(random_state(step).select(range(2 * number, 2 * number + 2)), number)
+        whole.observe(random_state(step), 0)
+        joined = State.cat(given)
+        expected = MODEL.zero_state(ROWS) if expected is None else expected
+        for layer in range(len(joined)):
+            torch.testing.assert_close(joined.entries(layer), expected.entries(layer), rtol=1e-5, atol=1e-6)
+
+
+def test_random_noise_scales_with_sigma():
+    one, two = (make({"initial_state": "random_noise", "sigma": sigma}, rows=64) for sigma in (1.0, 0.25))
+    unit, quarter = one.initial(7, rows(64), 0), two.initial(7, rows(64), 0)
+    assert unit is not None
+    assert quarter is not None
+    entries = torch.cat([unit.entries(layer).flatten() for layer in range(len(unit))])
+    assert abs(entries.mean().item()) < 4.0 / len(entries) ** 0.5
+    assert abs(entries.std().item() - 1.0) < 4.0 / (2 * len(entries)) ** 0.5
+    for layer in range(len(unit)):
+        assert torch.equal(unit.entries(layer) * 0.25, quarter.entries(layer))
+        assert not unit.layers[layer].auxiliary["conv"].any()
+    assert one.ages().tolist() == [NO_AGE] * 64
+    assert not equal(make(ARMS[1]).initial(0, rows(), 0), make(ARMS[1]).initial(1, rows(), 0))
+    assert not equal(make(ARMS[1], seed=0).initial(0, rows(), 0), make(ARMS[1], seed=1).initial(0, rows(), 0))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_fitted_moments_are_those_of_the_definition(micro_batches):
+    intervention = make(ARMS[2], micro_batches=micro_batches)
+    part = ROWS // micro_batches
+    expected: dict[str, np.ndarray] = {}
+    for step in range(3):
+        assert (intervention.initial(step, rows(part), 0) is None) == (step == 0)
+        assert intervention.ages().tolist() == [0 if step == 0 else NO_AGE] * part
+        state = random_state(step)
+        for number in range(micro_batches):
+            intervention.observe(state.select(range(number * part, (number + 1) * part)), number)
+        values = [state.entries(layer).double().numpy() for layer in range(len(state))]
+        new = {
+            "mean": np.array([[v[:, head].mean() for head in range(v.shape[1])] for v in values]),
+            "variance": np.array([[v[:, head].var() for head in range(v.shape[1])] for v in values]),
+        }
+        expected = {name: new[name] if step == 0 else 0.9 * new[name] + 0.1 * expected[name] for name in new}
+    for name, tensor in intervention.state_dict().items():
+        np.testing.assert_allclose(tensor.numpy(), expected[name], rtol=1e-6)
+
+
+def test_fitted_noise_has_the_fitted_moments():
+    intervention = make(ARMS[2], rows=512)
+    intervention.observe(random_state(0, 512), 0)
+    state = intervention.initial(1, rows(512), 0)
+    assert state is not None
+    moments = intervention.state_dict()
+    for layer in range(len(state)):
+        entries = state.entries(layer)
+        count = entries[:, 0].numel()
+        deviation = moments["variance"][layer].sqrt()
+        assert ((entries.mean((0, 2)) - moments["mean"][layer]).abs() < 4 * deviation / count**0.5).all()
+        assert ((entries.std((0, 2)) / deviation - 1).abs() < 4 / (2 * count) ** 0.5).all()
+        assert not state.layers[layer].auxiliary["conv"].any()
+
+
+def test_state_passing_gives_each_row_its_own_state():
+    intervention = make({"initial_state": "state_passing", "reset_probability": 0.0})
+    assert intervention.initial(0, rows(), 0) is None
+    assert intervention.ages().tolist() == [0] * ROWS
+    for step in range(1, 4):
+        intervention.observe(final(step), 0)
+        assert marks(intervention.initial(step, rows(), 0)) == [100.0 * step + row for row in range(1, ROWS + 1)]
+        assert intervention.ages().tolist() == [CONTEXT * step] * ROWS
+
+
+def test_slots_under_accumulation():
+    """`batch`: part m begins where part m of the batch before ended. `micro_batch`: where the part just before ended."""
+    slots = make({"initial_state": "state_passing", "reset_probability": 0.0}, micro_batches=2)
+    chain = make({"initial_state": "state_passing", "reset_probability": 0.0, "previous": "micro_batch"}, micro_batches=2)
+    seen: dict[str, list[float | None]] = {"slots": [], "chain": []}
+    ages: list[int] = []
+    for step in range(3):
+        for number in range(2):
+            for name, intervention in (("slots", slots), ("chain", chain)):
+                state = intervention.initial(step, rows(4), number)
+                seen[name].append(None if state is None else marks(state)[0])
+                if name == "chain":
+                    ages.append(int(intervention.ages()[0]))
+                intervention.observe(final(2 * step + number, 4), number)
+    assert seen["slots"] == [None, None, 1.0, 101.0, 201.0, 301.0]
+    assert seen["chain"] == [None, 1.0, 101.0, 201.0, 301.0, 401.0]
+    assert ages == [CONTEXT * passed for passed in range(6)]
+
+
+def test_resets_are_as_frequent_as_asked_and_by_row():
+    arm = {"initial_state": "state_passing", "reset_probability": 0.3}
+    intervention = make(arm, rows=200)
+    resets = []
+    for step in range(50):
+        intervention.initial(step, rows(200), 0)
+        if step:
+            resets.append(intervention.ages() == 0)
+        intervention.observe(final(step, 200), 0)
+    share = torch.stack(resets).double()
+    assert abs(share.mean().item() - 0.3) < 4 * (0.3 * 0.7 / share.numel()) ** 0.5
+    assert (share.mean(0) > 0).all()
+    assert 0 < share.mean(1).min() < share.mean(1).max() < 1
+
+
+def test_a_reset_of_the_whole_batch_is_one_draw():
+    intervention = make({"initial_state": "state_passing", "reset_probability": 0.5, "reset_unit": "batch"}, micro_batches=2)
+    outcomes = set()
+    for step in range(20):
+        kinds = []
+        for number in range(2):
+            intervention.initial(step, rows(4), number)
+            kinds += (intervention.ages() == 0).tolist()
+            intervention.observe(final(step, 4), number)
+        assert len(set(kinds)) == 1
+        outcomes.add((step > 0, kinds[0]))
+    assert outcomes == {(False, True), (True, True), (True, False)}
+
+
+@pytest.mark.parametrize("reset_auxiliary", [True, False])
+@pytest.mark.parametrize("carry_auxiliary", [True, False])
+def test_what_a_reset_clears(carry_auxiliary, reset_auxiliary):
+    arm = {
+        "initial_state": "state_passing",
+        "reset_probability": 1.0,
+        "carry_auxiliary": carry_auxiliary,
+        "reset_auxiliary": reset_auxiliary,
+    }
+    intervention = make(arm)
+    intervention.observe(final(1), 0)
+    state = intervention.initial(1, rows(), 0)
+    assert state is not None
+    for layer in state.layers:
+        assert not layer.recurrent.any()
+        assert bool(layer.auxiliary["conv"].any()) == (carry_auxiliary and not reset_auxiliary)
+    assert intervention.ages().tolist() == [0] * ROWS
+
+
+@pytest.mark.parametrize("arm", [{"initial_state": "state_passing", "reset_probability": 1.0}, {"initial_state": "tbtt"}])
+def test_a_reset_clears_nan(arm):
+    intervention = make(arm)
+    intervention.observe(final(1).map(lambda tensor: torch.full_like(tensor, float("nan"))), 0)
+    assert equal(intervention.initial(1, rows(fresh=[True] * ROWS), 0), None)
+
+
+def test_tbtt_resets_exactly_the_fresh_rows():
+    intervention = make(ARMS[4])
+    assert intervention.initial(0, rows(fresh=[True] * ROWS), 0) is None
+    intervention.observe(final(1), 0)
+    fresh = [row in (0, 3, 7) for row in range(ROWS)]
+    state = intervention.initial(1, rows(fresh=fresh), 0)
+    assert marks(state) == [0.0 if new else 101.0 + row for row, new in enumerate(fresh)]
+    assert intervention.ages().tolist() == [0 if new else CONTEXT for new in fresh]
+    intervention.observe(final(2), 0)
+    intervention.initial(2, rows(), 0)
+    assert intervention.ages().tolist() == [CONTEXT if new else 2 * CONTEXT for new in fresh]
+
+
+def test_tbtt_keeps_a_state_for_each_part():
+    intervention = make(ARMS[4], micro_batches=2)
+    for number in range(2):
+        intervention.initial(0, rows(4, fresh=[True] * 4), number)
+        intervention.observe(final(number, 4), number)
+    assert [marks(intervention.initial(1, rows(4), number))[0] for number in range(2)] == [1.0, 101.0]
