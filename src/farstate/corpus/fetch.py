@@ -37,7 +37,17 @@ def fetch_package(pin: str, sha256: str, archive: Literal["wheel", "sdist"], out
         (backend / "__init__.py").touch()
         shutil.copyfile(inert_backend.__file__, backend / "build_meta.py")
         target = scratch / "files"
-        command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--disable-pip-version-check",
+            "--no-input",
+            "--progress-bar",
+            "off",
+            "-vv",
+        ]
         command += ["--no-deps", "--require-hashes", "--no-build-isolation", "--dest", str(target), "-r", str(requirements)]
         command += ["--only-binary" if archive == "wheel" else "--no-binary", ":all:"]
         environment = {**os.environ, "PIP_USE_PEP517": "1", "FARSTATE_PIN": pin, "PYTHONPATH": str(backend.parent)}
@@ -64,20 +74,22 @@ def _explain(pin: str, sha256: str, archive: str, log: str) -> str:
         return _mismatch(pin, sha256, found.group(1))
     if "No module named pip" in log:
         return f"{pin}: this Python has no pip ({sys.executable}); install it with {sys.executable} -m ensurepip"
-    unreachable = re.search(
-        r"NewConnectionError|ConnectTimeout|ConnectionError|ReadTimeout|ProxyError|SSLError|Name or service not known|Max retries",
-        log,
-    )
+    if re.search(
+        r"Could not fetch URL \S+: (connection error|timed out|There was a problem confirming)|Max retries|ReadTimeoutError", log
+    ):
+        return f"{pin}: the package registry cannot be reached; check the network or PIP_INDEX_URL and PIP_PROXY, then run again"
     if versions := re.search(r"\(from versions: ([^)]*)\)", log):
         known = versions.group(1)
         if known != "none":
             return f"{pin}: the registry has no {archive} of this version; it has {known}"
-        if not unreachable:
-            return f"{pin}: no {archive} of this package is in the registry or the folders that pip is set to; check the name and PIP_INDEX_URL, PIP_NO_INDEX, PIP_FIND_LINKS"
-    if unreachable:
-        return f"{pin}: the package registry cannot be reached; check the network or PIP_INDEX_URL and PIP_PROXY, then run again"
-    errors = [line.strip() for line in log.splitlines() if "error" in line.lower()] or log.strip().splitlines() or ["no output"]
-    return f"{pin}: pip download failed ({errors[-1].strip()})"
+        return (
+            f"{pin}: no {archive} of this package is in the registry or the folders that pip is set to; "
+            "check the name and PIP_INDEX_URL, PIP_NO_INDEX, PIP_FIND_LINKS"
+        )
+    errors = [line.removeprefix("ERROR:").strip() for line in log.splitlines() if line.startswith("ERROR:")] or [
+        "it says nothing"
+    ]
+    return f"{pin}: pip download failed ({errors[-1]})"
 
 
 def _mismatch(pin: str, expected: str, found: str) -> str:

@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -58,16 +58,16 @@ def read_archive(archive: Path, source: Source) -> Records:
     unused = set(source.exclude)
     present: list[str] = []
     wanted = 0
-    for name, handle in _members(archive):
-        present.append(name)
-        if not matches(name, source.members or ""):
-            continue
-        excluding = {pattern for pattern in source.exclude if matches(name, pattern)}
-        unused -= excluding
-        if excluding:
-            continue
-        wanted += 1
-        yield decode_plain(handle.read(), source.encodings, name, f"{source.package}: {name}")
+    with _explained(archive):
+        for name, handle in _members(archive):
+            present.append(name)
+            if not matches(name, source.members or ""):
+                continue
+            excluding = {pattern for pattern in source.exclude if matches(name, pattern)}
+            unused -= excluding
+            if not excluding:
+                wanted += 1
+                yield decode_plain(handle.read(), source.encodings, name, f"{source.package}: {name}")
     if not wanted:
         example = next((name for name in present if name.endswith(".txt")), present[0] if present else "nothing")
         raise FarstateError(
@@ -83,19 +83,27 @@ def read_archive(archive: Path, source: Source) -> Records:
 
 
 def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as zipped:
+            for info in zipped.infolist():
+                if not info.is_dir():
+                    with zipped.open(info) as member:
+                        yield info.filename, member
+    else:
+        with tarfile.open(archive, "r:*") as tarred:
+            for entry in tarred:
+                if entry.isfile() and (content := tarred.extractfile(entry)) is not None:
+                    with content:
+                        yield entry.name, content
+            # A compressed stream proves itself at its end, which lies behind the last member.
+            while tarred.fileobj is not None and tarred.fileobj.read(1 << 20):
+                pass
+
+
+@contextmanager
+def _explained(archive: Path) -> Iterator[None]:
     try:
-        if zipfile.is_zipfile(archive):
-            with zipfile.ZipFile(archive) as zipped:
-                for info in zipped.infolist():
-                    if not info.is_dir():
-                        with zipped.open(info) as member:
-                            yield info.filename, member
-        else:
-            with tarfile.open(archive, "r:*") as tarred:
-                for entry in tarred:
-                    if entry.isfile() and (content := tarred.extractfile(entry)) is not None:
-                        with content:
-                            yield entry.name, content
+        yield
     except FileNotFoundError:
         raise FarstateError(f"{archive}: no such file; run the rule that fetches it") from None
     except PermissionError:
@@ -255,9 +263,12 @@ def copy_member(archive: Path, member: str, target: Path) -> None:
     Raises:
         FarstateError: the archive is damaged or has no such member.
     """
-    for name, handle in _members(archive):
-        if name == member:
-            with open(target, "wb") as out:
-                shutil.copyfileobj(handle, out)
-            return
-    raise FarstateError(f"{archive}: has no member '{member}'")
+    found = False
+    with _explained(archive):
+        for name, handle in _members(archive):
+            if name == member:
+                found = True
+                with open(target, "wb") as out:
+                    shutil.copyfileobj(handle, out)
+    if not found:
+        raise FarstateError(f"{archive}: has no member '{member}'")
