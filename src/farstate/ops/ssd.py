@@ -6,7 +6,7 @@ For one head with P channels and N state entries per channel, a scalar decay and
     y_t = h_t C_t + D x_t
 
 `naive` is this definition, one step at a time. `chunked` computes the same from matrix products: within a chunk of Q
-steps as a masked attention, between chunks through the state. Shapes for both:
+steps as an attention with decays, between chunks through the state. Shapes for both:
 
     x (B, T, H, P) · dt (B, T, H), after softplus · A (H,), negative · B, C (B, T, G, N), H divisible by G
     D (H,) or None · initial_state (B, H, P, N) or None (zero) → y (B, T, H, P), final_state (B, H, P, N)
@@ -17,14 +17,14 @@ Both compute in float32, or float64 if an input is; y has the dtype of x, the fi
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from farstate.ops.precision import compute_dtype, without_autocast
+from farstate.ops.precision import compute_dtype
+from farstate.ops.ssd_factored import SMALLEST_LOG_DECAY, FactoredSSD
+from farstate.ops.ssd_masked import MaskedSSD
 
 
 def naive(
@@ -68,10 +68,13 @@ def chunked(
     """The same as `naive`, from matrix products over chunks of `chunk_length` steps. Shapes: see the module.
 
     Any T ≥ 1; a T that no whole number of chunks fills is padded with dt = 0, which changes no state. First derivatives
-    of both outputs with respect to all inputs; only exponentials of non-positive numbers are taken, so no decay overflows.
+    of both outputs with respect to all inputs. On a CPU, decays that leave at least exp(−60) of a state over a chunk are
+    factored (`ssd_factored`, several times faster); stronger ones, in any mixture, go through masks (`ssd_masked`), which
+    exponentiate nothing but non-positive differences. Both are safe from overflow, in the gradients too.
 
     Args:
-        chunk_length: Q; None takes the one that balances the Q × Q and the P × N work (`default_chunk_length`).
+        chunk_length: Q; None takes the one that balances the Q × Q and the P × N work (`default_chunk_length`), or a
+            shorter one if decays can be factored only so.
 
     Raises:
         ValueError: shapes that do not fit each other, or a chunk length below 1.
@@ -79,22 +82,20 @@ def chunked(
     _check(x, dt, A, B, C, D, initial_state)
     dtype = compute_dtype(x, dt, A, B, C, D, initial_state)
     out_dtype = x.dtype
-    batch, time, heads, channels = x.shape
-    groups, state_size = B.shape[2:]
-    length = default_chunk_length(time, channels, state_size) if chunk_length is None else min(chunk_length, time)
-    if length < 1:
-        raise ValueError(f"chunk_length must be at least 1, found {chunk_length}")
+    time, groups = x.shape[1], B.shape[2]
     x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
     D = None if D is None else D.to(dtype)
     initial_state = None if initial_state is None else initial_state.to(dtype)
+    length, factored = _plan(x, dt, A, B, chunk_length)
     if missing := -time % length:
         x, B, C = (F.pad(t, (0, 0, 0, 0, 0, missing)) for t in (x, B, C))
         dt = F.pad(dt, (0, 0, 0, missing))
 
     # Heads of one group share B and C, so that a group is a problem of its own; there is one in the usual models.
-    per_group = heads // groups
+    per_group = x.shape[2] // groups
+    compute = FactoredSSD if factored else MaskedSSD
     results = [
-        _ChunkedGroup.apply(*parts, length)
+        compute.apply(*parts, length)
         for parts in zip(
             x.split(per_group, dim=2),
             dt.split(per_group, dim=2),
@@ -114,12 +115,33 @@ def chunked(
 
 
 def default_chunk_length(time: int, channels: int, state_size: int) -> int:
-    """The Q at which the Q × Q masks and the P × N chunk states of a head cost about the same memory traffic."""
+    """The Q at which the Q × Q and the P × N work of a head are about the same, in equal parts of `time`."""
     balanced = 2 ** round(math.log2(math.sqrt(channels * state_size)))
     longest = min(max(balanced, 16), 128)
-    if time % longest == 0:
-        return longest
     return -(-time // -(-time // longest))
+
+
+def _plan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, chunk_length: int | None) -> tuple[int, bool]:
+    """The chunk length, and whether decays are weak enough within such chunks to be factored.
+
+    Shorter chunks are tried before giving up the factored form, unless the caller chose the length. The question costs one
+    number read back from the device: a GPU is not stopped for it.
+    """
+    time, channels, state_size = x.shape[1], x.shape[3], B.shape[3]
+    if chunk_length is not None and chunk_length < 1:
+        raise ValueError(f"chunk_length must be at least 1, found {chunk_length}")
+    length = default_chunk_length(time, channels, state_size) if chunk_length is None else min(chunk_length, time)
+    if x.device.type != "cpu":
+        return length, False
+    log_decays = dt.detach() * A.detach()
+    shortest = length if chunk_length is not None else min(length, 16)
+    shorter = length
+    while shorter >= shortest:
+        padded = F.pad(log_decays, (0, 0, 0, -time % shorter))
+        if padded.unflatten(1, (-1, shorter)).sum(2).min() >= SMALLEST_LOG_DECAY:
+            return shorter, True
+        shorter //= 2
+    return length, False
 
 
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None) -> None:
@@ -140,181 +162,3 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | N
     for name, (tensor, shape) in expected.items():
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, found {tuple(tensor.shape)}")
-
-
-def _chunks(tensor: Tensor, length: int) -> Tensor:
-    """(B, T, ...) → (T / Q, B, Q, ...), a view. Chunks come first, so that neighbours in time are slices of one buffer."""
-    return tensor.unflatten(1, (-1, length)).transpose(0, 1)
-
-
-def _head_sums(left: Tensor, right: Tensor) -> Tensor:
-    """Σ_p left · right: (..., H, P) twice → (..., H)."""
-    return (left * right).sum(-1)
-
-
-class _ChunkedGroup(torch.autograd.Function):
-    """One group of heads with common B and C (B, T, N), T divisible by Q; backward written by hand.
-
-    Autograd would keep and re-read about ten intermediates of the size of the masks; here the backward pass needs the
-    decay masks, the states between chunks and y. In the code, c counts chunks, `u = dt x` and, within one chunk,
-
-        s_i = Σ_{k≤i} dt_k A,   L_ij = exp(s_i − s_j) for i ≥ j else 0,   M = C Bᵀ ∘ L
-        y_i = Σ_j M_ij u_j + exp(s_i) h C_i + D x_i,   h' = exp(s_Q) h + Σ_j exp(s_Q − s_j) u_j B_jᵀ
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None,
-        initial_state: Tensor | None,
-        length: int,
-    ) -> tuple[Tensor, Tensor]:
-        with without_autocast(x.device):
-            batch, time, heads, channels = x.shape
-            state_size = B.shape[-1]
-            count = time // length
-            inner = heads * channels
-            x_c, dt_c = _chunks(x, length), _chunks(dt, length)
-            B_c, C_c = (_chunks(t, length).reshape(count * batch, length, state_size) for t in (B, C))
-
-            # 1. Cumulative log decays. Summed in float64: their differences are what is exponentiated.
-            s = torch.cumsum(dt_c.double() * A.double(), dim=2)
-            to_end = torch.exp(s[:, :, -1:] - s).to(x.dtype)
-            from_start = torch.exp(s).to(x.dtype)
-            s_heads = s.transpose(2, 3).to(x.dtype).contiguous()
-            L = _decay_masks(s_heads)
-
-            # 2. Within the chunk.
-            CB = torch.bmm(C_c, B_c.mT)
-            M = CB.view(count, batch, 1, length, length) * L
-            u_heads = x.new_empty(count, batch, heads, length, channels)
-            torch.mul(x_c.transpose(2, 3), dt_c.transpose(2, 3).unsqueeze(-1), out=u_heads)
-            y_heads = torch.bmm(M.view(-1, length, length), u_heads.view(-1, length, channels)).view_as(u_heads)
-            y = torch.empty(batch, time, heads, channels, dtype=x.dtype, device=x.device)
-            y_c = _chunks(y, length)
-            if D is None:
-                y_c.copy_(y_heads.transpose(2, 3))
-            else:
-                torch.mul(x_c, D[:, None], out=y_c)
-                y_c += y_heads.transpose(2, 3)
-
-            # 3. The state after each chunk; states[c] enters chunk c.
-            states = x.new_empty(count + 1, batch, heads, channels, state_size)
-            if initial_state is None:
-                states[0].zero_()
-            else:
-                states[0].copy_(initial_state)
-            weighted = x.new_empty(count, batch, length, heads, channels)
-            torch.mul(x_c, (dt_c * to_end).unsqueeze(-1), out=weighted)
-            torch.bmm(weighted.view(-1, length, inner).mT, B_c, out=states[1:].view(-1, inner, state_size))
-            decay = from_start[:, :, -1, :, None, None]
-            enters = initial_state is not None or count > 1
-            for c in range(0 if initial_state is not None else 1, count):
-                states[c + 1].addcmul_(states[c], decay[c])
-
-            # 4. What the entering state adds to the output.
-            if enters:
-                read = torch.bmm(C_c, states[:-1].view(-1, inner, state_size).mT).view_as(weighted)
-                y_c.addcmul_(read, from_start.unsqueeze(-1))
-
-            ctx.save_for_backward(x, dt, A, D, B_c, C_c, CB, L, to_end, from_start, states, y)
-            ctx.length, ctx.has_initial, ctx.enters = length, initial_state is not None, enters
-            ctx.set_materialize_grads(False)
-            # A copy: the caller keeps the final state long after the states between chunks are freed.
-            return y, states[-1].clone()
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, dt, A, D, B_c, C_c, CB, L, to_end, from_start, states, y = ctx.saved_tensors
-        length = ctx.length
-        if dy is None and dfinal is None:
-            return (None,) * 8
-        with without_autocast(x.device):
-            batch, time, heads, channels = x.shape
-            state_size = B_c.shape[-1]
-            count = time // length
-            inner = heads * channels
-            dy = torch.zeros_like(y) if dy is None else dy
-            x_c, dt_c, y_c, dy_c = (_chunks(t, length) for t in (x, dt, y, dy))
-
-            # 1. Within the chunk: dM = dy uᵀ, of which only the part under the mask counts.
-            dy_heads = dy_c.transpose(2, 3).contiguous().view(-1, length, channels)
-            u_heads = x.new_empty(count, batch, heads, length, channels)
-            torch.mul(x_c.transpose(2, 3), dt_c.transpose(2, 3).unsqueeze(-1), out=u_heads)
-            scratch = torch.bmm(dy_heads, u_heads.view(-1, length, channels).mT).view_as(L)
-            dCB = scratch.mul_(L).sum(2).view(-1, length, length)
-            M = torch.mul(CB.view(count, batch, 1, length, length), L, out=scratch)
-            du = torch.bmm(M.view(-1, length, length).mT, dy_heads).view_as(u_heads).transpose(2, 3)
-            dB = torch.bmm(dCB.mT, C_c)
-            dC = torch.bmm(dCB, B_c)
-
-            # 2. Through the entering states, then backwards through the chunks; dstates[c] is the gradient of states[c].
-            after = dfinal is not None or count > 1
-            dstates = None
-            if ctx.enters:
-                dread = x.new_empty(count, batch, length, heads, channels)
-                torch.mul(dy_c, from_start.unsqueeze(-1), out=dread)
-                dread = dread.view(-1, length, inner)
-                dC.baddbmm_(dread, states[:-1].view(-1, inner, state_size))
-                dstates = torch.empty_like(states)
-                torch.bmm(dread.mT, C_c, out=dstates[:-1].view(-1, inner, state_size))
-            elif after:
-                dstates = torch.empty_like(states)
-                dstates[:-1].zero_()
-            if dstates is not None:
-                if dfinal is None:
-                    dstates[-1].zero_()
-                else:
-                    dstates[-1].copy_(dfinal)
-                decay = from_start[:, :, -1, :, None, None]
-                for c in range(count - 1, -1 if ctx.has_initial else 0, -1):
-                    dstates[c].addcmul_(dstates[c + 1], decay[c])
-
-            # 3. Through the increments of the states.
-            if dstates is not None and after:
-                dleaving = dstates[1:].view(-1, inner, state_size)
-                dweighted = torch.bmm(B_c, dleaving.mT).view(count, batch, length, heads, channels)
-                du = torch.addcmul(du, dweighted, to_end.unsqueeze(-1))
-                weighted = torch.mul(x_c, (dt_c * to_end).unsqueeze(-1), out=dweighted)
-                dB.baddbmm_(weighted.view(-1, length, inner), dleaving)
-
-            # 4. Inputs. Each s_i appears as exp(s_i − …) in y_i, as exp(… − s_i) with u_i, and s_Q in the state after the
-            #    chunk, so ∂/∂s_i = dy_i·(y_i − D x_i) − du_i·u_i, and + ⟨dh', h'⟩ at i = Q. Then ∂/∂(dt A) sums from the end.
-            xdu = _head_sums(x_c, du)
-            ds = _head_sums(dy_c, y_c).double()
-            xdy = None if D is None else _head_sums(x_c, dy_c)
-            if D is not None and xdy is not None:
-                ds -= D * xdy
-            ds -= dt_c * xdu
-            if dstates is not None and after:
-                ds[:, :, -1] += (dstates[1:] * states[1:]).sum((-2, -1))
-            da = ds.flip(2).cumsum(2).flip(2)
-            ddt = torch.addcmul(xdu, da.to(x.dtype), A)
-            dA = (da * dt_c).sum((0, 1, 2)).to(x.dtype)
-            dx = torch.empty(batch, time, heads, channels, dtype=x.dtype, device=x.device)
-            torch.mul(du, dt_c.unsqueeze(-1), out=_chunks(dx, length))
-            if D is not None:
-                dx.addcmul_(dy, D[:, None])
-            dD = None if xdy is None else xdy.sum((0, 1, 2))
-
-            def unchunk(tensor: Tensor) -> Tensor:
-                return tensor.view(count, batch, length, -1).transpose(0, 1).reshape(batch, time, -1)
-
-            dinitial = dstates[0] if ctx.has_initial and dstates is not None else None
-            return dx, unchunk(ddt), dA, unchunk(dB), unchunk(dC), dD, dinitial, None
-
-
-def _decay_masks(s: Tensor) -> Tensor:
-    """L_ij = exp(s_i − s_j) for i ≥ j, else 0: (..., Q) non-increasing → (..., Q, Q).
-
-    The differences above the diagonal are positive and are cut to zero before the exponential. Below, they are cut where
-    the result would leave the normal numbers: a decay of 1e-38 is zero, and denormal arithmetic is slow.
-    """
-    L = torch.sub(s.unsqueeze(-1), s.unsqueeze(-2))
-    return L.clamp_(min=math.log(torch.finfo(s.dtype).tiny), max=0.0).exp_().tril_()
