@@ -1,0 +1,526 @@
+"""Figure 5 of the paper: which initial state repairs length generalisation? Perplexity by position, every arm, every size.
+
+The stage reads the tables of `farstate.evaluation.compare` and draws them. It filters and formats; every
+number on the page is in a table or in the parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import polars
+import vl_convert
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from farstate.errors import FarstateError
+from farstate.files import atomic_path, write_text
+from farstate.reference import paper_points
+from farstate.reports import charts, page, text
+from farstate.reports.charts import METRICS, RESET, RESET_LABEL, Panel, Row
+from farstate.reports.theme import ArmStyle, Spec, arm_styles
+
+CURVE_COLUMNS = ("model", "arm", "seed", "train_length", "metric", "position", "value", "low", "high", "n_documents")
+_ESTIMATES = (
+    *("excess_nll", "excess_nll_base", "removed", "removed_base", "removed_vs_control", "removed_base_vs_control"),
+    *("short_context_cost", "beats_reset"),
+)
+VERDICT_COLUMNS = (
+    *("model", "arm", "seed", "verdict", "t_star", "p_star", "worst_position", "gap", "gap_low", "gap_high", "tolerance"),
+    *("verdict_interval", "interval", "n_documents", "n_stretches", "n_seeds", "broken_at", "far_from", "far_to"),
+    *(f"{name}{end}" for name in _ESTIMATES for end in ("", "_low", "_high")),
+    *("excess_nll_seeds_low", "excess_nll_seeds_high", "steps", "tokens", "learning_rate"),
+)
+AGE_COLUMNS = ("model", "arm", "seed", "age", "share")
+PAPER_ARMS = {"base": "base", "random": "random_noise", "fitted": "fitted_noise", "SP100": "state_passing", "TBTT100": "tbtt"}
+CURVE_FIELDS, AGE_FIELDS = ("position", "value", "low", "high"), ("age", "share")
+OUTPUTS = ("html", "svg", "png", "json", "parquet")
+PNG_SCALE = 2.0
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelCard(_Strict):
+    """What the page says about a model."""
+
+    label: str
+    parameters: int = Field(description="embeddings included")
+    parameters_without_embeddings: int
+    training_tokens: int | None = Field(None, description="null: a published checkpoint whose count is not recorded")
+    context: int = Field(description="training length in tokens")
+    paper_model: str | None = Field(None, description="the paper's name, when its digitised values are to be shown")
+
+
+class Parameter(_Strict):
+    """A parameter worth printing; `assumed`: the paper does not give it."""
+
+    name: str
+    value: str | int | float | bool | None
+    assumed: bool = False
+
+
+class Context(_Strict):
+    """What the tables do not know: names, sizes, budget, parameters, where everything comes from."""
+
+    models: dict[str, ModelCard]
+    scale: Literal["demo", "paper"]
+    budget: str
+    parameters: list[Parameter] = []
+    provenance: dict[str, str | int | float | bool | list[int] | list[str] | None] = {}
+    note: str = ""
+
+
+def fig5(
+    *,
+    comparison: Path,
+    output: dict[str, Path],
+    context: dict[str, Any],
+    keys: Mapping[str, Any],
+) -> None:
+    """Draw the tables in `comparison` as a page, a static figure, its specification and its data.
+
+    Args:
+        comparison: directory with curves, references, verdicts and ages (`.parquet`).
+        output: a path each for html, svg, png, json and parquet, written whole or not at all.
+        context: see `Context`.
+        keys: content keys of the results shown, carried by the page in `<meta name="farstate-keys">`.
+
+    Raises:
+        FarstateError: a table or column is missing, a table is empty, a perplexity is not positive, `context`
+            is incomplete, or an output is not named.
+    """
+    if missing := [name for name in OUTPUTS if name not in output]:
+        raise FarstateError(f"figure 5: no path given for {', '.join(missing)}; it writes {', '.join(OUTPUTS)}")
+    card = _context(context)
+    curves = _table(comparison, "curves", CURVE_COLUMNS)
+    references = _table(comparison, "references", CURVE_COLUMNS)
+    verdicts = _table(comparison, "verdicts", VERDICT_COLUMNS)
+    ages = _table(comparison, "ages", AGE_COLUMNS, may_be_empty=True)
+    drawn = _drawn(curves, references, comparison)
+    models = [name for name in card.models if name in set(drawn["model"])]
+    if unknown := sorted(set(drawn["model"]) - set(models)):
+        raise FarstateError(
+            f"figure 5: {comparison / 'curves.parquet'} holds {', '.join(unknown)}, of which the context says nothing"
+        )
+    styles = arm_styles(curves["arm"].unique())
+    length = _length(drawn, verdicts)
+    panels = [_panel(drawn, card, model, metric, styles, length) for model in models for metric in METRICS]
+
+    specification = charts.sheet(panels, styles, _title(card), _subtitle(card, models, verdicts))
+    encoded = json.dumps(specification, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True)
+    svg = vl_convert.vegalite_to_svg(encoded)
+    png = vl_convert.svg_to_png(svg, scale=PNG_SCALE)
+    html = _page(card, models, panels, styles, drawn, verdicts, ages, output, keys)
+    if (size := len(html.encode())) > page.MAXIMUM_BYTES:
+        raise FarstateError(
+            f"figure 5: the page would be {size:,} bytes, more than {page.MAXIMUM_BYTES:,}; lower evaluate.bins_per_octave or the number of seeds"
+        )
+
+    with atomic_path(output["parquet"]) as temporary:
+        drawn.write_parquet(temporary)
+    write_text(output["json"], encoded + "\n")
+    write_text(output["svg"], svg)
+    with atomic_path(output["png"]) as temporary:
+        temporary.write_bytes(png)
+    write_text(output["html"], html)
+
+
+# Reading ---------------------------------------------------------------------------------------------------
+
+
+def _context(context: dict[str, Any]) -> Context:
+    try:
+        return Context.model_validate(context)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise FarstateError(f"figure 5: context.{where}: {first['msg']}") from None
+
+
+def _table(directory: Path, name: str, columns: Sequence[str], *, may_be_empty: bool = False) -> polars.DataFrame:
+    path = directory / f"{name}.parquet"
+    try:
+        table = polars.read_parquet(path)
+    except FileNotFoundError:
+        raise FarstateError(f"{path}: no such file; run the comparison that writes it") from None
+    except polars.exceptions.PolarsError as error:
+        raise FarstateError(
+            f"{path}: damaged, not a parquet table ({str(error).splitlines()[0]}); delete it and run again"
+        ) from None
+    if missing := [column for column in columns if column not in table.columns]:
+        raise FarstateError(
+            f"{path}: column {', '.join(missing)} is missing; it was written by another version, delete it and run again"
+        )
+    if not may_be_empty and table.is_empty():
+        raise FarstateError(f"{path}: holds no rows, there is nothing to draw")
+    return table
+
+
+def _drawn(curves: polars.DataFrame, references: polars.DataFrame, comparison: Path) -> polars.DataFrame:
+    """Everything the charts draw from the tables, in a fixed order: the curves, and the base model with its state reset."""
+    resets = references.filter(
+        (polars.col("arm") == "base") & polars.col("seed").is_null() & polars.col("metric").is_in(["ppl_reset", "reset_excess"])
+    )
+    known = [metric.name for metric in METRICS]
+    drawn = (
+        polars.concat(
+            [table.select(CURVE_COLUMNS) for table in (curves.filter(polars.col("metric").is_in(known)), resets)],
+            how="vertical_relaxed",
+        )
+        .with_columns(polars.col("value", "low", "high", "position").cast(polars.Float64), polars.col("seed").cast(polars.Int64))
+        .sort("model", "metric", "arm", "seed", "position", nulls_last=False)
+    )
+    for column in ("value", "low", "high"):
+        bad = drawn.filter(polars.col("metric").is_in(["ppl", "ppl_reset"]) & (polars.col(column) <= 0))
+        if not bad.is_empty():
+            row = bad.row(0, named=True)
+            raise FarstateError(
+                f"{comparison / 'curves.parquet'}: {column} = {row[column]:g} in {row['metric']} of {row['model']}, {row['arm']} at position "
+                f"{row['position']:g}: a perplexity is positive, and a logarithmic axis would drop it silently; run the comparison again"
+            )
+    if not (drawn["position"] > 0).all():
+        raise FarstateError(
+            f"{comparison / 'curves.parquet'}: a position is not positive, positions start at 1; run the comparison again"
+        )
+    return drawn
+
+
+# Rows of the charts ----------------------------------------------------------------------------------------
+
+
+def _panel(
+    drawn: polars.DataFrame, card: Context, model: str, metric: charts.Metric, styles: Sequence[ArmStyle], length: int
+) -> Panel:
+    mine = drawn.filter(polars.col("model") == model)
+    labels = {style.name: style.label for style in styles}
+    about = card.models[model]
+    rows: list[Row] = []
+    for style in styles:
+        arm = mine.filter((polars.col("arm") == style.name) & (polars.col("metric") == metric.name))
+        seeds = arm["seed"].drop_nulls().unique().sort().to_list()
+        has_mean = arm["seed"].null_count() > 0
+        if has_mean:
+            over = f"mean over {len(seeds)} seeds" if len(seeds) > 1 else f"{seeds[0]}" if seeds else "all"
+            rows += _curve(arm.filter(polars.col("seed").is_null()), "mean", style.name, style.label, over, "measured")
+        if len(seeds) > 1 or not has_mean:
+            for seed in seeds:
+                rows += _curve(
+                    arm.filter(polars.col("seed") == seed), "seed", style.name, style.label, str(seed), "measured, one seed"
+                )
+    reference = {"ppl": "ppl_reset", "excess_nll": "reset_excess"}.get(metric.name)
+    if reference is not None:
+        line = mine.filter(polars.col("metric") == reference)
+        rows += _curve(line, "reference", RESET, RESET_LABEL, "–", "reference, not an arm")
+    if metric.name == "ppl" and about.paper_model is not None:
+        rows += _paper_rows(about.paper_model, labels)
+    return Panel(
+        model=model,
+        title=about.label,
+        metric=metric,
+        train_length=about.context,
+        length=length,
+        rows=rows,
+    )
+
+
+def _length(drawn: polars.DataFrame, verdicts: polars.DataFrame) -> int:
+    """The last position measured; without a verdict beyond the training length, that of the last bin's centre."""
+    measured = verdicts["far_to"].drop_nulls().to_list()
+    return int(max(measured)) if measured else math.ceil(max(drawn["position"].to_list()))
+
+
+def _curve(table: polars.DataFrame, kind: str, arm: str, label: str, seed: str, note: str) -> list[Row]:
+    """Rows of one curve; where its values stop being numbers a row `broken` stands at the last good height."""
+    rows: list[Row] = []
+    last: float | None = None
+    broken = False
+    for record in table.sort("position").iter_rows(named=True):
+        value = record["value"]
+        if text.finite(value):
+            last = _rounded(value)
+            low, high = (_rounded(record[end]) if text.finite(record[end]) else None for end in ("low", "high"))
+            rows.append(_row(kind, arm, label, seed, record["position"], last, low, high, record["n_documents"], note))
+        elif not broken:
+            broken = True
+            rows.append(
+                _row(
+                    "broken",
+                    arm,
+                    label,
+                    seed,
+                    record["position"],
+                    last,
+                    None,
+                    None,
+                    record["n_documents"],
+                    "not a number from here on",
+                )
+            )
+    return rows
+
+
+def _paper_rows(model: str, labels: Mapping[str, str]) -> list[Row]:
+    rows = []
+    for point in paper_points("fig5_ppl", model):
+        arm = PAPER_ARMS.get(point.method)
+        if arm not in labels:
+            continue
+        assert arm is not None
+        if point.lower_bound:
+            low, high, note = None, None, "the paper's figure: above this, off its axis"
+        else:
+            low, high = _rounded(point.value - point.tolerance), _rounded(point.value + point.tolerance)
+            note = "read off the paper's figure; low to high is the reading tolerance"
+        rows.append(_row("paper", arm, labels[arm], "not given", point.position, _rounded(point.value), low, high, None, note))
+    return rows
+
+
+def _row(
+    kind: str,
+    arm: str,
+    label: str,
+    seed: str,
+    position: float,
+    value: float | None,
+    low: float | None,
+    high: float | None,
+    documents: int | None,
+    note: str,
+) -> Row:
+    return {
+        **{"kind": kind, "arm": arm, "label": label, "seed": seed, "position": _rounded(position)},
+        **{"value": value, "low": low, "high": high, "n": documents, "note": note},
+    }
+
+
+def _rounded(value: float) -> float:
+    """Six significant digits: more than a hover shows, a third of the bytes, and steady against the last bits of a float."""
+    return float(f"{value:.6g}")
+
+
+def _age_rows(ages: polars.DataFrame, model: str, styles: Sequence[ArmStyle]) -> list[Row]:
+    """The shares of states by age in tokens, per seed where the table has no mean over seeds; noise has no age."""
+    rows: list[Row] = []
+    for style in styles:
+        arm = ages.filter((polars.col("model") == model) & (polars.col("arm") == style.name) & polars.col("age").is_not_null())
+        if arm["seed"].null_count():
+            arm = arm.filter(polars.col("seed").is_null())
+        for record in arm.sort("seed", "age", nulls_last=False).iter_rows(named=True):
+            seed = "all" if record["seed"] is None else str(record["seed"])
+            rows.append(
+                {"arm": style.name, "label": style.label, "seed": seed, "age": record["age"], "share": _rounded(record["share"])}
+            )
+    return rows
+
+
+# Page ------------------------------------------------------------------------------------------------------
+
+
+def _title(card: Context) -> str:
+    return "Which initial state repairs length generalisation?" + (" (demo)" if card.scale == "demo" else "")
+
+
+def _subtitle(card: Context, models: Sequence[str], verdicts: polars.DataFrame) -> list[str]:
+    labels = text.listing([card.models[model].label for model in models])
+    intervals = sorted(set(verdicts.filter(polars.col("seed").is_null())["interval"].drop_nulls()))
+    lines = [f"{labels}. {card.budget}"]
+    if intervals:
+        lines.append(f"Bands: {'; '.join(intervals)}. Positions below an eighth of the training length are on the page.")
+    return lines
+
+
+def _page(
+    card: Context,
+    models: Sequence[str],
+    panels: Sequence[Panel],
+    styles: Sequence[ArmStyle],
+    drawn: polars.DataFrame,
+    verdicts: polars.DataFrame,
+    ages: polars.DataFrame,
+    output: Mapping[str, Path],
+    keys: Mapping[str, Any],
+) -> str:
+    ranges = charts.extents(panels)
+    names = {style.name: style.label for style in styles}
+    by_name = {style.name: style for style in styles}
+    order = {name: number for number, name in enumerate(names)}
+    drawings: list[dict[str, Any]] = []
+    sections: list[dict[str, Any]] = []
+    for number, model in enumerate(models):
+        mine = {panel.metric.name: panel for panel in panels if panel.model == model}
+        overall, by_seed = _verdict_rows(verdicts, model, order)
+        shown_names = {row["arm"]: row["arm"] for row in overall} | names | {"base": "base"}
+        figures: list[dict[str, Any]] = []
+        for metric in METRICS:
+            panel = mine[metric.name]
+            spec = charts.screen_panel(panel, styles, charts.joined(ranges.get(metric.name, {}), "near"))
+            figures.append(
+                _drawing(drawings, f"{metric.name}-{number}", metric.name, spec, charts.columns(panel.rows, CURVE_FIELDS))
+            )
+            figures[-1] |= {
+                "metric": metric.name,
+                "title": metric.title,
+                "text": _described(panel, names),
+                "broken": _broken(panel),
+            }
+        age_rows = _age_rows(ages, model, styles)
+        if any(row["age"] > 0 for row in age_rows):
+            spec = charts.ages_panel(mine["ppl"], styles)
+            figures.insert(1, _drawing(drawings, f"ages-{number}", "ages", spec, charts.columns(age_rows, AGE_FIELDS)))
+            figures[1] |= {
+                "metric": "ages",
+                "title": "States met in training: share at least this old",
+                "text": f"Step curves: share of training sequences that began from a state at least so many tokens old, {card.models[model].label}.",
+                "broken": [],
+            }
+        length = mine["ppl"].length
+        sections.append(
+            {
+                "card": card.models[model],
+                "figures": figures,
+                "headline": text.headline(card.models[model].label, overall, shown_names),
+                "findings": text.findings(card.models[model].label, card.models[model].context, length, overall, shown_names),
+                "meaning": _meaning(overall),
+                "verdicts": overall,
+                "by_seed": by_seed,
+                "ages": _ages_note(age_rows, ages, model, styles, length),
+                "tables": [_data_table(mine[metric.name], styles) for metric in METRICS],
+                "paper": card.models[model].paper_model,
+            }
+        )
+    certainties = list(dict.fromkeys(text.certainty(section["verdicts"]) for section in sections if section["verdicts"]))
+    has_reset = any(RESET in by_arm for by_arm in ranges.values())
+    arms_seen = {row["arm"] for section in sections for row in section["verdicts"]} | set(names)
+    return page.render(
+        "fig5.html.j2",
+        title=_title(card),
+        card=card,
+        keys=json.dumps(dict(keys), sort_keys=True, ensure_ascii=False),
+        sections=sections,
+        certainties=certainties,
+        names=names | {"base": "base"},
+        styles=by_name,
+        legend=[by_name[name] for name in names],
+        reset_label=RESET_LABEL if has_reset else None,
+        drawings={"charts": drawings, "extents": ranges, "arms": [*names, *([RESET] if has_reset else [])]},
+        siblings={name: output[name].name for name in OUTPUTS if name != "html"},
+        has_paper=any(row["kind"] == "paper" for panel in panels for row in panel.rows),
+        has_control="control" in arms_seen,
+        rows=drawn.height,
+    )
+
+
+def _drawing(drawings: list[dict[str, Any]], name: str, metric: str, spec: Spec, curves: Sequence[Row]) -> dict[str, Any]:
+    """Add a chart to those the page's script draws; the figure element for it only needs its name."""
+    near = next(parameter["value"] for parameter in spec["params"] if parameter["name"] == "x_low")
+    drawings.append({"id": name, "metric": metric, "near": near, "spec": spec, "curves": curves})
+    return {"id": name}
+
+
+def _verdict_rows(verdicts: polars.DataFrame, model: str, order: Mapping[str, int]) -> tuple[list[Row], list[Row]]:
+    """The model's verdicts over all seeds and those of single seeds, arms in the order of the legend."""
+    mine = verdicts.filter(polars.col("model") == model)
+    rows = sorted(
+        mine.iter_rows(named=True),
+        key=lambda row: (order.get(row["arm"], len(order)), row["arm"], row["seed"] is not None, row["seed"] or 0),
+    )
+    overall = [row for row in rows if row["seed"] is None]
+    seeds = [row for row in rows if row["seed"] is not None]
+    repeated = {row["arm"] for row in seeds if sum(other["arm"] == row["arm"] for other in seeds) > 1}
+    return overall, [row for row in seeds if row["arm"] in repeated]
+
+
+def _meaning(rows: Sequence[Row]) -> str:
+    """The caption of a table of verdicts: what its second lines are, and where "far" is."""
+    gaps = text.listing(sorted({row["verdict_interval"] for row in rows if row["verdict_interval"]}))
+    others = text.listing(sorted({row["interval"] for row in rows if row["interval"]}))
+    far = sorted({(row["far_from"], row["far_to"]) for row in rows if row["far_from"] is not None})
+    where = "; ".join(f"positions {first:,} to {last:,}" for first, last in far) or "not reached by this evaluation"
+    tolerance = ", ".join(f"{value:g}" for value in sorted({row["tolerance"] for row in rows}))
+    return (
+        f"Far: {where}. Tolerance {tolerance} nats. Second lines are intervals. Gap: simultaneous over positions, {gaps or 'none'}. "
+        f"All others: {others or 'none'}. Over seeds, from three seeds on: Student's t interval."
+    )
+
+
+def _described(panel: Panel, names: Mapping[str, str]) -> str:
+    """What a reader who cannot see the chart is told: the axes, and where every curve begins and ends."""
+    ends = []
+    write = text.perplexity if panel.metric.logarithmic else text.nats
+    for arm, label in names.items():
+        values = [row for row in panel.rows if row["kind"] == "mean" and row["arm"] == arm]
+        if values:
+            inside = max(
+                (row for row in values if row["position"] <= panel.train_length),
+                key=lambda row: row["position"],
+                default=values[0],
+            )
+            ends.append(
+                f"{label}: {write(inside['value'])} at position {inside['position']:,.0f}, {write(values[-1]['value'])} at {values[-1]['position']:,.0f}"
+            )
+    return f"{panel.metric.title}, {panel.title}, trained on {panel.train_length:,} tokens. {'. '.join(ends)}. All values are in the data table below."
+
+
+def _broken(panel: Panel) -> list[str]:
+    lines = []
+    for row in panel.rows:
+        if row["kind"] == "broken":
+            whose = f"{row['label']}, seed {row['seed']}" if row["seed"].isdigit() else row["label"]
+            lines.append(f"{whose}: not a number from position {row['position']:,.0f} on")
+    return lines
+
+
+def _ages_note(age_rows: Sequence[Row], ages: polars.DataFrame, model: str, styles: Sequence[ArmStyle], length: int) -> list[str]:
+    notes = []
+    for style in styles:
+        arm = ages.filter((polars.col("model") == model) & (polars.col("arm") == style.name))
+        if arm.is_empty():
+            continue
+        if arm["age"].null_count() == arm.height:
+            notes.append(f"{style.label}: noise, a state of no age")
+            continue
+        zero = [row["share"] for row in age_rows if row["arm"] == style.name and row["age"] == 0]
+        oldest = max(row["age"] for row in age_rows if row["arm"] == style.name)
+        started = f"{text.share(min(zero))}" if zero else "0 %"
+        if zero and text.share(max(zero)) != started:
+            started = f"{started} to {text.share(max(zero))}"
+        beyond = ", beyond this axis" if oldest > length else ""
+        notes.append(
+            f"{style.label}: {started} of the sequences from the zero state"
+            + (f", oldest state {oldest:,.0f} tokens{beyond}" if oldest else "")
+        )
+    return notes
+
+
+def _data_table(panel: Panel, styles: Sequence[ArmStyle]) -> dict[str, Any]:
+    """A metric as a table for reading: a line per position, a column per curve over all seeds."""
+    columns = [*((style.name, style.label) for style in styles), (RESET, RESET_LABEL)]
+    cells: dict[float, dict[str, Row]] = {}
+    for row in panel.rows:
+        if row["kind"] in ("mean", "reference", "broken"):
+            cells.setdefault(row["position"], {}).setdefault(row["arm"], row)
+    used = [column for column in columns if any(column[0] in line for line in cells.values())]
+    write = text.perplexity if panel.metric.logarithmic else text.nats
+    lines = []
+    for position in sorted(cells):
+        line = [_cell(cells[position].get(arm), write) for arm, _ in used]
+        lines.append((f"{position:,.4g}" if position < 1000 else f"{position:,.0f}", line))
+    return {
+        "title": panel.metric.title,
+        "unit": "perplexity" if panel.metric.logarithmic else "nats",
+        "columns": [label for _, label in used],
+        "lines": lines,
+    }
+
+
+def _cell(row: Row | None, write: Callable[[Any], str]) -> str:
+    if row is None:
+        return text.NONE
+    if row["kind"] == "broken":
+        return "not a number"
+    return text.estimate({"x": row["value"], "x_low": row["low"], "x_high": row["high"]}, "x", write)

@@ -1,0 +1,448 @@
+"""Figure 5 as files and in a browser: drawn, offline, filtered by its legend, legible at several widths, the same bytes twice."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import altair
+import polars as pl
+import pytest
+from tests.test_reports_synthetic import context, outputs, write_tables
+
+from farstate.errors import FarstateError
+from farstate.reference import paper_points
+from farstate.reports import charts
+from farstate.reports import fig5 as stage
+from farstate.reports.theme import arm_styles
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
+KEYS = {"compare": "0123abc", "evaluate": ["<script>", "é"]}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The figure of one model, all arms, three seeds."""
+    root = tmp_path_factory.mktemp("demo")
+    return build(write_tables(root / "tables"), root)
+
+
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two of the paper's models, with its values, and an arm that breaks in one seed and in the mean."""
+    root = tmp_path_factory.mktemp("paper")
+    models = ("mamba2-370m", "mamba2-780m")
+    arms = ("base", "control", "random_noise", "state_passing", "my_arm")
+    from tests import test_reports_synthetic as synthetic
+
+    patch = pytest.MonkeyPatch()
+    patch.setitem(synthetic.FAR_EXCESS, "my_arm", 0.3)
+    patch.setitem(synthetic.COST, "my_arm", 0.0)
+    tables = write_tables(root / "tables", models=models, train_length=2048, length=32768, seeds=(0, 1), arms=arms, level=2.05)
+    patch.undo()
+    curves = pl.read_parquet(tables / "curves.parquet")
+    gone = (pl.col("arm") == "random_noise") & (pl.col("seed").is_null() | (pl.col("seed") == 1)) & (pl.col("position") > 8000)
+    nan = pl.lit(float("nan"))
+    curves.with_columns(
+        pl.when(gone).then(nan).otherwise(pl.col(name)).alias(name) for name in ("value", "low", "high")
+    ).write_parquet(tables / "curves.parquet")
+    return build(tables, root, context(models, scale="paper", train_length=2048, paper=True))
+
+
+def build(tables: Path, root: Path, about: dict[str, Any] | None = None) -> dict[str, Path]:
+    output = outputs(root)
+    stage.fig5(comparison=tables, output=output, context=about or context(), keys=KEYS)
+    return output
+
+
+def page_data(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="farstate-charts">(.*?)</script>', page, re.S)
+    assert found is not None
+    return json.loads(found.group(1))
+
+
+def visit(page: Path, tmp_path: Path, probe: str, width: int = 1400, *, dark: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """Open a copy of the page, wait until its charts are drawn, run `probe` (an async function's body that fills `out`); return it and the console."""
+    assert CHROMIUM is not None
+    text = page.read_text(encoding="utf-8")
+    end = text.rindex("</body>")
+    script = (
+        "<script>(async () => { const out = {}; const wait = (ms) => new Promise((done) => setTimeout(done, ms));"
+        "while (!document.documentElement.dataset.drawn) await wait(20); await wait(100);"
+        f"try {{ {probe} }} catch (error) {{ out.error = String(error.stack); }}"
+        "const place = document.createElement('pre'); place.id = 'probe'; place.textContent = JSON.stringify(out); document.body.append(place);"
+        "})();</script>"
+    )
+    copy = tmp_path / "page.html"
+    copy.write_text(text[:end] + script + text[end:], encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+    flags += [
+        "--disable-component-update",
+        "--disable-sync",
+        "--virtual-time-budget=8000",
+        "--enable-logging=stderr",
+        "--dump-dom",
+    ]
+    if dark:
+        flags.append("--blink-settings=preferredColorScheme=0")
+    done = subprocess.run(
+        [
+            CHROMIUM,
+            *flags,
+            f"--window-size={width},1000",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            copy.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.S)
+    assert found is not None, (console, done.stderr[-2000:])
+    answer = json.loads(html.unescape(found.group(1)))
+    assert "error" not in answer, answer["error"]
+    return answer, console
+
+
+COUNT = """
+const count = (id, mark) => [...document.querySelectorAll(`#${id} .mark-${mark} path`)].filter((p) => (p.getAttribute('d') || '').length > 8).length;
+const colours = (id) => [...new Set([...document.querySelectorAll(`#${id} .mark-line path[stroke-dasharray], #${id} .mark-line path[stroke]`)].map((p) => p.getAttribute('stroke')))].sort();
+"""
+LAYOUT = """
+out.overflow = document.documentElement.scrollWidth - window.innerWidth;
+out.overlaps = []; out.clipped = []; out.widths = {};
+for (const svg of document.querySelectorAll('.chart svg.marks')) {
+  const frame = svg.getBoundingClientRect();
+  out.widths[svg.closest('.chart').id] = frame.width / svg.closest('figure').getBoundingClientRect().width;
+  const texts = [...svg.querySelectorAll('text')].filter((t) => t.textContent.trim() && t.getAttribute('opacity') !== '0' && getComputedStyle(t).opacity !== '0')
+    .map((t) => ({ text: t.textContent, box: t.getBoundingClientRect() }));
+  for (const [i, a] of texts.entries()) {
+    if (a.box.left < frame.left - 1 || a.box.right > frame.right + 1 || a.box.top < frame.top - 1 || a.box.bottom > frame.bottom + 1) out.clipped.push(a.text);
+    for (const b of texts.slice(i + 1)) {
+      if (a.box.left < b.box.right - 1 && b.box.left < a.box.right - 1 && a.box.top < b.box.bottom - 3 && b.box.top < a.box.bottom - 3) out.overlaps.push([a.text, b.text]);
+    }
+  }
+}
+"""
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_the_page_draws_offline_and_its_legend_filters(demo: dict[str, Path], tmp_path: Path) -> None:
+    probe = (
+        COUNT
+        + LAYOUT
+        + """
+out.drawn = document.documentElement.dataset.drawn;
+out.requests = performance.getEntriesByType('resource').map((entry) => entry.name).filter((name) => !name.startsWith('data:'));
+out.marks = count('ppl-0', 'symbol'); out.bands = count('ppl-0', 'area'); out.ages = count('ages-0', 'line');
+out.colours = colours('ppl-0');
+const button = (arm) => document.querySelector(`[data-arm=${arm}]`);
+const state = () => [...document.querySelectorAll('[data-arm][aria-pressed=true]')].map((b) => b.dataset.arm);
+const tick = () => [...document.querySelectorAll('#ppl-0 .role-axis-label text')].map((t) => t.textContent);
+out.ticks = tick();
+button('tbtt').click(); await wait(300);
+out.one = { state: state(), colours: colours('ppl-0'), excess: colours('excess_nll-0'), marks: count('ppl-0', 'symbol'), ticks: tick() };
+button('control').dispatchEvent(new MouseEvent('click', { shiftKey: true, bubbles: true })); await wait(300);
+out.two = { state: state(), colours: colours('ppl-0') };
+button('tbtt').dispatchEvent(new MouseEvent('click', { shiftKey: true, bubbles: true })); await wait(300);
+out.back = { state: state() };
+button('control').click(); await wait(300);
+out.all = { state: state(), marks: count('ppl-0', 'symbol') };
+document.querySelector('[data-range=all]').click(); await wait(300);
+out.fromOne = { marks: count('ppl-0', 'symbol'), ticks: tick() };
+const cell = document.querySelectorAll('#ppl-0 .mark-path path')[10];
+const box = cell.getBoundingClientRect();
+for (const kind of ['pointerover', 'pointermove', 'mousemove']) {
+  cell.dispatchEvent(new PointerEvent(kind, { clientX: box.x + box.width / 2, clientY: box.y + box.height / 2, bubbles: true }));
+}
+await wait(300);
+out.tooltip = (document.getElementById('vg-tooltip-element') || {}).textContent || '';
+"""
+    )
+    found, console = visit(demo["html"], tmp_path, probe)
+    assert console == []
+    assert found["drawn"] == "4"
+    assert found["requests"] == []
+    assert found["marks"] > 100
+    assert found["bands"] == 6
+    assert found["ages"] >= 6
+    assert found["overflow"] <= 0
+    assert found["overlaps"] == []
+    assert found["clipped"] == []
+    assert len(found["colours"]) == 7
+    assert found["one"]["state"] == ["tbtt"]
+    assert found["one"]["colours"] == found["one"]["excess"] == ["#D55E00"]
+    assert 0 < found["one"]["marks"] < found["marks"] / 3
+    assert found["one"]["ticks"] != found["ticks"], "the vertical range follows what is shown"
+    assert found["two"]["state"] == ["control", "tbtt"]
+    assert len(found["two"]["colours"]) == 2
+    assert found["back"]["state"] == ["control"]
+    assert len(found["all"]["state"]) == 7
+    assert found["all"]["marks"] == found["marks"]
+    assert found["fromOne"]["marks"] > found["marks"]
+    assert "1" in found["fromOne"]["ticks"]
+    for part in ("arm", "seed", "value", "low to high", "documents"):
+        assert part in found["tooltip"], found["tooltip"]
+
+
+@pytest.mark.browser
+@needs_chromium
+@pytest.mark.parametrize(("width", "dark"), [(500, False), (1600, True)])
+def test_the_page_fits(paper: dict[str, Path], tmp_path: Path, width: int, dark: bool) -> None:
+    """Narrow and wide, light and dark: nothing overlaps or is cut, and text stands out from its ground."""
+    probe = (
+        LAYOUT
+        + """
+const luminance = (colour) => { const c = colour.match(/[\\d.]+/g).slice(0, 3).map((v) => { v /= 255; return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
+  return 0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2]; };
+const ground = luminance(getComputedStyle(document.body).backgroundColor);
+const contrast = (colour) => { const l = luminance(colour); return (Math.max(l, ground) + 0.05) / (Math.min(l, ground) + 0.05); };
+out.contrast = Math.min(...[...document.querySelectorAll('.chart svg.marks text')].filter((t) => t.textContent !== '✕').map((t) => contrast(getComputedStyle(t).fill)), ...[...document.querySelectorAll('p, td, dt, .legend button')].map((e) => contrast(getComputedStyle(e).color)));
+out.ground = ground;
+out.columns = new Set([...document.querySelectorAll('.model')].map((e) => e.getBoundingClientRect().left)).size;
+out.broken = [...document.querySelectorAll('.chart svg.marks text')].filter((t) => t.textContent === '✕').length;
+"""
+    )
+    found, console = visit(paper["html"], tmp_path, probe, width, dark=dark)
+    assert console == []
+    assert found["overflow"] <= 0
+    assert found["clipped"] == []
+    assert [pair for pair in found["overlaps"] if "✕" not in pair] == []
+    assert all(0.85 < share <= 1.01 for share in found["widths"].values()), found["widths"]
+    assert found["contrast"] >= 4.5
+    assert (found["ground"] < 0.2) == dark
+    assert found["columns"] == (1 if width < 800 else 2)
+    assert found["broken"] == 2 * 3 * 2, "the mean and one seed break, in both models and all three metrics"
+
+
+def test_the_page_names_no_outside_resource(demo: dict[str, Path]) -> None:
+    page = demo["html"].read_text(encoding="utf-8")
+    assert demo["html"].stat().st_size < 2_500_000
+    markup = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
+    assert re.findall(r"<(?:script|img|iframe|source|video|audio|object|embed)[^>]*\bsrc\s*=", markup) == []
+    assert re.findall(r'<link[^>]*href="(?!data:)', markup) == []
+    style = re.search(r"<style>(.*?)</style>", page, re.S)
+    assert style is not None
+    assert "url(" not in style.group(1)
+    assert "@import" not in style.group(1)
+    assert "default-src 'none'" in markup
+    assert page.count("vegaEmbed=") == 1
+    links = set(re.findall(r'<a [^>]*href="(https?:[^"]*)"', markup))
+    assert links == {"https://arxiv.org/abs/2507.02782", "https://arxiv.org/abs/2406.02080"}
+
+
+def test_the_page_says_what_it_must(demo: dict[str, Path], paper: dict[str, Path]) -> None:
+    page = demo["html"].read_text(encoding="utf-8")
+    carried = re.search(r'<meta name="farstate-keys" content="([^"]*)">', page)
+    assert carried is not None
+    assert json.loads(html.unescape(carried.group(1))) == KEYS
+    order = [
+        "Which initial state",
+        "What the numbers say",
+        "Perplexity and excess",
+        "Verdicts, prices",
+        "How to read this",
+        "What misleads",
+        "Parameters and provenance",
+    ]
+    places = [page.index(f">{heading}") for heading in order]
+    assert places == sorted(places)
+    for sentence in (
+        "The configuration of the demo was chosen to bring the failure within minutes",
+        "adds no capacity",
+        "State and input phase decide jointly",
+        "LongSSM",
+        "[assumed]",
+        "0000000 (synthetic)",
+        "Synthetic tables: invented numbers",
+        'role="img"',
+    ):
+        assert sentence in page, sentence
+    for name in ("svg", "png", "json", "parquet"):
+        assert f'href="fig5.{name}"' in page
+    assert "Hollow markers" not in page
+    other = paper["html"].read_text(encoding="utf-8")
+    assert "Hollow markers" in other
+    assert "The configuration of the demo" not in other
+    assert re.search(r"random noise, seed 1: not a number from position [89],\d{3} on", other)
+
+
+def test_the_specifications_are_valid_vega_lite(demo: dict[str, Path], paper: dict[str, Path]) -> None:
+    """Against Altair's copy of the schema; the rows, which it would check one by one, are left out."""
+    for output, metrics in ((demo, {"ppl", "ages"}), (paper, {"ppl"})):
+        sheet = json.loads(output["json"].read_text(encoding="utf-8"))
+        for columns in sheet["vconcat"]:
+            for panel in columns["hconcat"]:
+                assert len(panel["data"].pop("values")) > 20
+                panel["data"]["name"] = "rows"
+        sheet["vconcat"] = sheet["vconcat"][:1]
+        altair.VConcatChart.from_dict(sheet)
+        for chart in page_data(output["html"].read_text(encoding="utf-8"))["charts"]:
+            if chart["metric"] in metrics and chart["id"].endswith("-0"):
+                altair.LayerChart.from_dict(chart["spec"])
+
+
+def test_the_static_figure_is_drawn(demo: dict[str, Path], paper: dict[str, Path]) -> None:
+    for output, panels in ((demo, 3), (paper, 6)):
+        svg = output["svg"].read_text(encoding="utf-8")
+        assert svg.startswith("<svg")
+        assert svg.count('class="mark-symbol role-mark') >= panels
+        assert svg.count("<path") > 200 * panels / 3
+        assert svg.count(">zero-init control<") == 1, "one legend for all panels"
+        assert "http" not in re.sub(r'xmlns(:xlink)?="[^"]*"', "", svg)
+        width, height, values = png_values(output["png"])
+        assert width > 1500
+        assert height > 600
+        assert len(values) > 40
+
+
+def png_values(path: Path) -> tuple[int, int, set[int]]:
+    """Width, height and the distinct bytes of a PNG's scan lines: a blank picture has a handful."""
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", data[16:24])
+    packed, place = b"", 8
+    while place < len(data):
+        size, kind = struct.unpack(">I4s", data[place : place + 8])
+        if kind == b"IDAT":
+            packed += data[place + 8 : place + 8 + size]
+        place += size + 12
+    return width, height, set(zlib.decompress(packed))
+
+
+def test_the_data_are_what_is_drawn(demo: dict[str, Path], paper: dict[str, Path]) -> None:
+    table = pl.read_parquet(demo["parquet"])
+    assert tuple(table.columns) == stage.CURVE_COLUMNS
+    assert set(table["metric"]) == {"ppl", "excess_nll", "excess_nll_base", "ppl_reset", "reset_excess"}
+    drawn = page_data(demo["html"].read_text(encoding="utf-8"))["charts"]
+    curves = next(chart for chart in drawn if chart["metric"] == "ppl")["curves"]
+    mean = next(curve for curve in curves if curve["arm"] == "tbtt" and curve["kind"] == "mean")
+    expected = table.filter((pl.col("metric") == "ppl") & (pl.col("arm") == "tbtt") & pl.col("seed").is_null()).sort("position")
+    assert mean["value"] == pytest.approx(expected["value"].to_list(), rel=1e-5)
+    assert mean["position"] == expected["position"].to_list()
+    assert {curve["kind"] for curve in curves} == {"mean", "seed", "reference"}
+    assert {curve["seed"] for curve in curves if curve["arm"] == "base"} == {"all"}
+
+    shown = [chart for chart in page_data(paper["html"].read_text(encoding="utf-8"))["charts"] if chart["metric"] == "ppl"]
+    points = [
+        (curve["arm"], place, value)
+        for curve in shown[0]["curves"]
+        if curve["kind"] == "paper"
+        for place, value in zip(curve["position"], curve["value"], strict=True)
+    ]
+    assert sorted(points) == [
+        ("base", 2048, 7.96),
+        ("random_noise", 2048, 8.19),
+        ("random_noise", 16384, 8.79),
+        ("state_passing", 2048, 7.79),
+        ("state_passing", 16384, 7.79),
+        ("state_passing", 32768, 7.76),
+    ]
+
+
+def test_the_same_tables_give_the_same_bytes(tmp_path: Path) -> None:
+    """In this process and in another with another hash seed."""
+    tables = write_tables(tmp_path / "tables", seeds=(0,), arms=("base", "state_passing"), length=512)
+    here = build(tables, tmp_path / "here")
+    code = (
+        "import sys; from pathlib import Path; from tests import test_reports_fig5 as t;"
+        "t.build(Path(sys.argv[1]), Path(sys.argv[2]))"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code, str(tables), str(tmp_path / "there")], env=environment, check=True, timeout=120)
+    for name, path in here.items():
+        other = outputs(tmp_path / "there")[name]
+        assert hashlib.sha256(path.read_bytes()).digest() == hashlib.sha256(other.read_bytes()).digest(), name
+    assert list((tmp_path / "here").glob(".*.part")) == []
+
+
+def test_one_seed_one_arm_no_ages(tmp_path: Path) -> None:
+    """The least there can be: the base model alone."""
+    tables = write_tables(tmp_path / "tables", seeds=(), arms=("base",), length=256)
+    output = build(tables, tmp_path)
+    page = output["html"].read_text(encoding="utf-8")
+    assert "No other initial state was tried." in page
+    assert "There is no zero-init control here" in page
+    assert len(page_data(page)["charts"]) == 3
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0])
+def test_a_perplexity_that_a_log_axis_would_drop_is_refused(tmp_path: Path, value: float) -> None:
+    tables = write_tables(tmp_path / "tables", seeds=(0,), arms=("base",), length=256)
+    curves = pl.read_parquet(tables / "curves.parquet")
+    wrong = (pl.col("metric") == "ppl") & (pl.col("position") == curves["position"].max())
+    curves.with_columns(pl.when(wrong).then(value).otherwise(pl.col("low")).alias("low")).write_parquet(tables / "curves.parquet")
+    with pytest.raises(FarstateError, match=r"curves.parquet: low = -?\d in ppl of small, base .*a perplexity is positive"):
+        build(tables, tmp_path)
+    assert not any(path.exists() for path in outputs(tmp_path).values())
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    tables = write_tables(tmp_path / "tables", seeds=(0,), arms=("base",), length=256)
+    whole = pl.read_parquet(tables / "verdicts.parquet")
+    whole.drop("beats_reset").write_parquet(tables / "verdicts.parquet")
+    with pytest.raises(FarstateError, match=r"verdicts.parquet: column beats_reset is missing"):
+        build(tables, tmp_path)
+    (tables / "verdicts.parquet").write_bytes(b"PAR1 damaged")
+    with pytest.raises(FarstateError, match=r"verdicts.parquet: damaged"):
+        build(tables, tmp_path)
+    (tables / "verdicts.parquet").unlink()
+    with pytest.raises(FarstateError, match=r"verdicts.parquet: no such file"):
+        build(tables, tmp_path)
+    whole.write_parquet(tables / "verdicts.parquet")
+    with pytest.raises(FarstateError, match=r"holds small, of which the context says nothing"):
+        build(tables, tmp_path, context(("other",)))
+    with pytest.raises(FarstateError, match=r"context.scale"):
+        build(tables, tmp_path, context() | {"scale": "huge"})
+    with pytest.raises(FarstateError, match=r"no path given for png"):
+        stage.fig5(
+            comparison=tables, output={k: v for k, v in outputs(tmp_path).items() if k != "png"}, context=context(), keys={}
+        )
+    pl.read_parquet(tables / "curves.parquet").clear().write_parquet(tables / "curves.parquet")
+    with pytest.raises(FarstateError, match=r"curves.parquet: holds no rows"):
+        build(tables, tmp_path)
+
+
+def test_styles_tell_arms_apart_without_colour() -> None:
+    styles = arm_styles(["tbtt", "base", "control", "random_noise", "fitted_noise", "state_passing", "zz", "aa"])
+    assert [style.name for style in styles] == [
+        "base",
+        "control",
+        "random_noise",
+        "fitted_noise",
+        "state_passing",
+        "tbtt",
+        "aa",
+        "zz",
+    ]
+    assert len({style.shape for style in styles}) == len(styles)
+    assert len({style.colour for style in styles}) == len(styles)
+    assert arm_styles(["tbtt"])[0] == styles[5]
+
+
+def test_lower_bounds_of_the_paper_become_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(paper_points("fig5_ppl", "mamba2-1.3b")) == 12
+    point = paper_points("fig5_ppl", "mamba2-1.3b")[0]
+    bound = type(point)(**{**vars(point), "lower_bound": True})
+    monkeypatch.setattr(stage, "paper_points", lambda figure, model: [bound])
+    (row,) = stage._paper_rows("mamba2-1.3b", {"base": "base"})
+    assert row["low"] is None
+    assert row["kind"] == "paper"
+    panel = charts.Panel("m", "m", charts.METRICS[0], 2048, 32768, [row])
+    layers = charts.screen_panel(panel, arm_styles(["base"]), (6.0, 12.0))["layer"]
+    assert any(layer["mark"].get("text") == "↑" for layer in layers)
