@@ -34,7 +34,7 @@ from farstate.corpus.readers import OrderedStreams, ShuffledStreams
 from farstate.corpus.store import TokenStore, write_store
 from farstate.corpus.tokens import INDEX, INDEX_SCHEMA, TOKENS
 from farstate.errors import FarstateError
-from farstate.files import only_one, read_manifest, write_manifest
+from farstate.files import atomic_path, only_one, read_manifest, write_manifest
 from farstate.grid import snapshot_file
 from farstate.models.checkpoints import load_model, save_model
 from farstate.models.config import Mamba2Config
@@ -481,16 +481,17 @@ def at_call(module: object, name: str, number: int, action: Callable[..., object
     return install
 
 
-def half_written(tensors: dict, path: Path, **_: object) -> None:
-    path.write_bytes(os.urandom(2000))
-    die()
+def half_written(path: Path, *_: object) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(os.urandom(2000))
+        die()
 
 
 KILLS = {
     "in the first step": at_call(trainer, "clip_gradients", 1, die),
     "before the first checkpoint": at_call(trainer, "write_checkpoint", 1, die),
     "between metrics and checkpoint": at_call(trainer, "write_checkpoint", 2, die),
-    "inside a checkpoint's tensors": at_call(checkpoints, "save_file", 2, half_written),
+    "inside a checkpoint's tensors": at_call(checkpoints, "write_tensors", 2, half_written),
     "between tensors and record": at_call(checkpoints, "write_json", 2, die),
     "after a checkpoint, in the next step": at_call(trainer, "clip_gradients", 7, die),
     "before publishing": at_call(trainer, "_publish", 1, die),
@@ -673,7 +674,7 @@ def test_disk_full_while_a_checkpoint_is_written(kind, store, base, tmp_path, un
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def failing() -> None:
-        at_call(checkpoints, "save_file" if kind == "safetensors" else "sha256_file", 2, full)()
+        at_call(checkpoints, "write_tensors" if kind == "safetensors" else "sha256_file", 2, full)()
         with pytest.raises(FarstateError, match=r"no space left on the device .*checkpoints are kept in"):
             posttrain(store, base, tmp_path)
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,13 +34,13 @@ Record = Annotated[Path, typer.Argument(help="resolved parameters of the stage, 
 Output = Annotated[Path | None, typer.Option(help="result directory; default: the one the record names")]
 
 
-def _run(record: Path, output: Path | None, rule: str, work: Callable[[Stage], None]) -> None:
+def _run(record: Path, output: Path | None, rule: str, work: Callable[[Stage], dict[str, Any] | None]) -> None:
     from farstate.provenance import write_provenance
 
     started = time.time()
     stage = Stage(record, output, rule)
-    work(stage)
-    write_provenance(stage.record, stage.output, started)
+    facts = work(stage)
+    write_provenance(stage.record, stage.output, started, facts)
 
 
 @app.command()
@@ -146,10 +146,10 @@ def store(record: Record, output: Output = None) -> None:
 def pretrain(record: Record, output: Output = None) -> None:
     """Train a model from a zero state on short contexts; resumes after a kill."""
 
-    def work(stage: Stage) -> None:
+    def work(stage: Stage) -> dict[str, Any]:
         from farstate.training.stages import pretrain_stage
 
-        pretrain_stage(stage)
+        return pretrain_stage(stage)
 
     _run(record, output, "pretrain", work)
 
@@ -170,10 +170,10 @@ def import_checkpoint(record: Record, output: Output = None) -> None:
 def posttrain(record: Record, output: Output = None) -> None:
     """Post-train a model from one arm's initial states; resumes after a kill."""
 
-    def work(stage: Stage) -> None:
+    def work(stage: Stage) -> dict[str, Any]:
         from farstate.training.stages import posttrain_stage
 
-        posttrain_stage(stage)
+        return posttrain_stage(stage)
 
     _run(record, output, "posttrain", work)
 

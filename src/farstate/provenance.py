@@ -48,7 +48,7 @@ def sidecar(output: Path) -> Path:
     return Path("logs") / output.parent.name / f"{output.name}.provenance.json"
 
 
-def write_provenance(record: dict[str, Any], output: Path, started: float) -> None:
+def write_provenance(record: dict[str, Any], output: Path, started: float, run: dict[str, Any] | None = None) -> None:
     """Write the sidecar of a finished stage; what the stage itself measured stands beside it under 'run'."""
     device = "cpu"
     torch = sys.modules.get("torch")
@@ -67,6 +67,7 @@ def write_provenance(record: dict[str, Any], output: Path, started: float) -> No
             "device": device,
             "threads": os.environ.get("OMP_NUM_THREADS"),
             "versions": versions(),
+            "run": run or {},
             **commit(),
         },
     )

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from farstate.errors import FarstateError
-from farstate.files import atomic_path
+from farstate.tensor_files import write_tensors
 
 _FORMAT = "farstate.state"
 
@@ -205,10 +204,9 @@ class State:
             tensors[f"layers.{number}.recurrent"] = layer.recurrent
             for name, tensor in layer.auxiliary.items():
                 tensors[f"layers.{number}.auxiliary.{name}"] = tensor
-        # safetensors refuses tensors that share memory, which views of one buffer do.
-        owned = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-        with atomic_path(path) as temporary:
-            save_file(owned, temporary, metadata={"format": _FORMAT, "layers": str(len(self))})
+        # Views of one buffer share memory, which safetensors refuses.
+        owned = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+        write_tensors(path, owned, {"format": _FORMAT, "layers": str(len(self))})
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> State:

@@ -21,14 +21,14 @@ from zipfile import BadZipFile
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from farstate.errors import FarstateError, nearest
-from farstate.files import atomic_path, read_json, write_json
+from farstate.files import read_json, write_json
 from farstate.models.config import Mamba2Config, config_from_json
 from farstate.models.language_model import LanguageModel
 from farstate.models.registry import BLOCKS
+from farstate.tensor_files import write_tensors
 
 Format = Literal["farstate", "mamba-ssm", "transformers"]
 
@@ -46,14 +46,19 @@ def save_model(model: LanguageModel, folder: str | os.PathLike[str]) -> None:
     The weights' header holds the configuration too, so that a pair of files from two different runs is noticed.
     """
     root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    config = json.loads(model.config.model_dump_json())
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    if model.config.tied_embeddings:
-        del tensors[_HEAD]
-    with atomic_path(root / SAFETENSORS) as temporary:
-        save_file(tensors, temporary, metadata={"format": "farstate.model", "config": json.dumps(config, sort_keys=True)})
-    write_json(root / CONFIG, config)
+    write_weights(model, root / SAFETENSORS)
+    write_json(root / CONFIG, model.config.model_dump(mode="json"))
+
+
+def write_weights(model: LanguageModel, path: Path, **facts: str) -> None:
+    """Write one safetensors file that `load_model` reads beside its `config.json`; `facts` enter its header.
+
+    Raises:
+        OSError, SafetensorError: the disk refused.
+    """
+    config = json.dumps(model.config.model_dump(mode="json"), sort_keys=True)
+    # A tied tensor is among the parameters once, under the embedding's name.
+    write_tensors(path, dict(model.named_parameters()), {"format": "farstate.model", "config": config, **facts})
 
 
 def load_model(
@@ -158,7 +163,9 @@ def _transformers_config(data: dict[str, Any], path: Path) -> Mamba2Config:
         heads, head_size = data.get("num_heads", 128), data.get("head_dim", 64)
         width, expand = data.get("hidden_size", 4096), data.get("expand", 2)
         if heads * head_size != width * expand:
-            raise FarstateError(f"{path}: num_heads × head_dim = {heads * head_size} differs from hidden_size × expand = {width * expand}")
+            raise FarstateError(
+                f"{path}: num_heads × head_dim = {heads * head_size} differs from hidden_size × expand = {width * expand}"
+            )
         values = {
             "architecture": "mamba2",
             # Its vocabulary is already padded; how many entries are real is not recorded.

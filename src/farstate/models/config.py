@@ -37,7 +37,9 @@ class Mamba2Shape(BaseModel):
     dt_min: Positive = Field(1e-3, description="initial time step, log-uniform from dt_min to dt_max")
     dt_max: Positive = 0.1
     dt_init_floor: Positive = 1e-4
-    dt_limit: tuple[NonNegative, Positive | None] = Field((0.0, None), description="time steps are clamped to this range; null: no upper limit")
+    dt_limit: tuple[NonNegative, Positive | None] = Field(
+        (0.0, None), description="time steps are clamped to this range; null: no upper limit"
+    )
     A_init_range: tuple[Positive, Positive] = Field((1.0, 16.0), description="initial −A, uniform")
     initializer_range: Positive = Field(0.02, description="standard deviation of the initial embedding")
     rescale_prenorm_residual: bool = True
@@ -101,4 +103,4 @@ class Mamba2Config(Mamba2Shape):
 def config_from_json(data: dict[str, Any]) -> Mamba2Config:
     """The configuration that a `config.json` written by `save_model` holds."""
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    return Mamba2Config(**values)
+    return Mamba2Config.model_validate(values)

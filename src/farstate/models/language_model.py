@@ -78,9 +78,7 @@ class LanguageModel(nn.Module):
             layers.append(layer_state)
         return self.backbone.norm_f(residual), State(tuple(layers))
 
-    def zero_state(
-        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> State:
+    def zero_state(self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
         """The state before the first token, on the model's device; float32, or float64 in a float64 model, unless given."""
         weight = self.head_weight
         where = weight.device if device is None else torch.device(device)
@@ -97,7 +95,8 @@ class LanguageModel(nn.Module):
 
         Decay on the dynamics pushes the model towards fast forgetting, and length generalisation appears by accident.
         """
-        decayed, kept = [], []
+        decayed: list[nn.Parameter] = []
+        kept: list[nn.Parameter] = []
         for name, parameter in self.named_parameters():
             dynamics = name.rpartition(".")[2] in ("A_log", "dt_bias", "D")
             (kept if dynamics or parameter.dim() < 2 else decayed).append(parameter)

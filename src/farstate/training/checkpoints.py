@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from farstate.errors import FarstateError, explain_os_error
-from farstate.files import atomic_path, sha256_file, write_json
+from farstate.files import sha256_file, write_json
+from farstate.tensor_files import write_tensors
 
 Notice = Callable[[str], None]
 
@@ -52,8 +53,7 @@ def write_checkpoint(folder: Path, identity: str, checkpoint: Checkpoint) -> Non
         OSError, SafetensorError: the disk refused; the checkpoints before are untouched.
     """
     data = _data(folder, checkpoint.step)
-    with atomic_path(data) as temporary:
-        save_file({name: tensor.detach().contiguous() for name, tensor in checkpoint.tensors.items()}, temporary)
+    write_tensors(data, checkpoint.tensors)
     record = {
         "identity": identity,
         "step": checkpoint.step,

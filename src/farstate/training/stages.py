@@ -13,10 +13,10 @@ from farstate.training import trainer
 from farstate.training.settings import RunSettings
 
 
-def pretrain_stage(stage: Stage) -> None:
-    """Run the pre-training that the record describes."""
+def pretrain_stage(stage: Stage) -> dict[str, Any]:
+    """Run the pre-training that the record describes; returns what the run measured of itself."""
     given = stage.params
-    trainer.pretrain(
+    return trainer.pretrain(
         config=config_from_json(
             {"architecture": given["architecture"], **given["shape"], "vocabulary_size": given["vocabulary_size"]}
         ),
@@ -28,10 +28,10 @@ def pretrain_stage(stage: Stage) -> None:
     )
 
 
-def posttrain_stage(stage: Stage) -> None:
-    """Run the post-training that the record describes."""
+def posttrain_stage(stage: Stage) -> dict[str, Any]:
+    """Run the post-training that the record describes; returns what the run measured of itself."""
     given = stage.params
-    trainer.posttrain(
+    return trainer.posttrain(
         checkpoint=stage.one("checkpoint"),
         context=given["context"],
         steps=given["steps"],
@@ -52,4 +52,5 @@ def _common(stage: Stage) -> dict[str, Any]:
             device=stage.settings.device, threads=stage.threads, checkpoint_seconds=stage.settings.checkpoint_seconds
         ),
         "key": stage.record["key"],
+        "manifest": stage.identity,
     }

@@ -29,7 +29,7 @@ from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
 from farstate.files import MANIFEST, atomic_path, only_one, read_manifest, sha256_file, write_json, write_manifest
 from farstate.grid import snapshot_file
-from farstate.models.checkpoints import CONFIG, SAFETENSORS, load_model
+from farstate.models.checkpoints import CONFIG, SAFETENSORS, load_model, write_weights
 from farstate.models.config import Mamba2Config
 from farstate.models.head import mean_nll
 from farstate.models.language_model import LanguageModel
@@ -47,7 +47,6 @@ from farstate.training.progress import Progress, notice
 from farstate.training.recipe import build_optimizer, clip_gradients, learning_rate, precision_context
 from farstate.training.records import Ages, Metrics
 from farstate.training.settings import RunSettings
-from farstate.training.weights import write_weights
 
 METRICS = "metrics.jsonl"
 AGES = "ages.parquet"
@@ -246,7 +245,7 @@ def _train(job: _Job, output: Path, scratch: Path, settings: RunSettings, manife
             metrics.add(loss, norm, rate)
             for due in job.snapshots_due(done):
                 path = scratch / _SNAPSHOTS / snapshot_file(due)
-                write_weights(model, path, done * recipe.batch_tokens)
+                write_weights(model, path, tokens=str(done * recipe.batch_tokens))
                 files[f"{_SNAPSHOTS}/{path.name}"] = sha256_file(path)
             progress.update(done, loss)
             if done == job.steps:
@@ -372,7 +371,7 @@ def _publish(job: _Job, metrics: Metrics, ages: Ages | None, output: Path, scrat
         _place(scratch / _SNAPSHOTS / name, output / name)
         names.append(name)
     tokens = job.steps * job.recipe.batch_tokens
-    write_weights(job.model, output / SAFETENSORS, tokens)
+    write_weights(job.model, output / SAFETENSORS, tokens=str(tokens))
     write_json(output / CONFIG, job.model.config.model_dump(mode="json"))
     metrics.write(output / METRICS)
     if ages is not None:

@@ -1,37 +1,32 @@
-"""Weights as a declared output: the same numbers are the same bytes, on every run and machine."""
+"""Tensors on disk: the same numbers are the same bytes, on every run and machine."""
 
 from __future__ import annotations
 
 import json
+import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from farstate.files import atomic_path
-from farstate.models.language_model import LanguageModel
 
 _LENGTH = struct.Struct("<Q")
 
 
-def write_weights(model: LanguageModel, path: Path, tokens: int) -> None:
-    """Write one safetensors file that `load_model` reads beside its `config.json`, whole or not at all.
-
-    Its header holds the configuration and `tokens`, the exact count that this training had read.
+def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, whole or not at all; tensors are copied to the CPU and made contiguous.
 
     Raises:
         OSError, SafetensorError: the disk refused.
     """
-    metadata = {
-        "config": json.dumps(model.config.model_dump(mode="json"), sort_keys=True),
-        "format": "farstate.model",
-        "tokens": str(tokens),
-    }
-    # A tied tensor is among the parameters once, under the embedding's name.
-    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
+    owned = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic_path(path) as temporary:
-        save_file(tensors, temporary, metadata=metadata)
-        _sort_header(temporary)
+        save_file(owned, temporary, metadata=metadata)
+        if metadata and len(metadata) > 1:
+            _sort_header(temporary)
 
 
 def _sort_header(path: Path) -> None:

@@ -1,0 +1,305 @@
+"""The workflow as a workflow: Snakemake and DVC as a user calls them, in clones of the working tree.
+
+The numbers in the names are those of docs/architecture.md's list of behaviours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import REPOSITORY, environment, make_clone, run
+from farstate.files import sha256_file
+from farstate.params import merge
+
+pytestmark = [pytest.mark.workflow, pytest.mark.xdist_group("workflow")]
+
+TRAINING = {"pretrain", "posttrain"}
+NOTHING = "Nothing to be done"
+
+
+def planned(clone: Path, *arguments: str, check: bool = True) -> dict[str, int]:
+    """Rules and how many jobs of each a dry run plans."""
+    done = run(clone, "snakemake", "-n", *arguments, check=check)
+    if NOTHING in done.stdout:
+        return {}
+    table = re.search(r"^job +count\n[- ]+\n(.*?)\n\n", done.stdout, re.S | re.M)
+    assert table, done.stdout[-3000:]
+    rows = dict(line.split() for line in table.group(1).splitlines())
+    return {rule: int(count) for rule, count in rows.items() if rule not in ("total", "all")}
+
+
+def edit(clone: Path, changes: dict[str, object]) -> None:
+    """Lay values over the clone's `params.yaml`."""
+    path = clone / "params.yaml"
+    path.write_text(yaml.safe_dump(merge(yaml.safe_load(path.read_text()), changes), sort_keys=False, default_flow_style=None))
+
+
+def weights(clone: Path, phase: str) -> dict[str, str]:
+    return {path.parent.name: sha256_file(path) for path in sorted((clone / "results" / phase).glob("*/model.safetensors"))}
+
+
+def test_the_whole_pipeline_and_a_second_call(finished_clone: Path) -> None:
+    for kind in ("html", "svg", "png", "json", "parquet"):
+        assert (finished_clone / f"reports/fig5.{kind}").stat().st_size > 0
+    assert planned(finished_clone) == {}
+    assert len(list((finished_clone / "results/posttrain").glob("*/manifest.json"))) == 5
+    for manifest in finished_clone.glob("results/*/*/manifest.json"):
+        for name, record in json.loads(manifest.read_text())["files"].items():
+            assert sha256_file(manifest.parent / name) == record["sha256"]
+    leftovers = [path for path in (finished_clone / ".farstate/scratch").rglob("*") if path.is_file() and path.stat().st_size > 64]
+    assert leftovers == [], "checkpoints for resuming are deleted at success"
+    assert list((finished_clone / "logs").rglob("*.provenance.json"))
+
+
+EDITS = {
+    "nothing": ({}, {}),
+    "corpus": (
+        {"corpus": {"split": {"salt": "other"}}},
+        {"documents": 1, "tokenizer": 1, "tokens": 1, "store": 1, "pretrain": 1, "posttrain": 5, "perplexity": 6, "compare": 1, "report": 1},
+    ),
+    "tokenizer": (
+        {"tokenizer": {"vocabulary_size": 300}},
+        {"tokenizer": 1, "tokens": 1, "store": 1, "pretrain": 1, "posttrain": 5, "perplexity": 6, "compare": 1, "report": 1},
+    ),
+    "store": (
+        {"store": {"dtype": "uint32"}},
+        {"tokens": 1, "store": 1, "pretrain": 1, "posttrain": 5, "perplexity": 6, "compare": 1, "report": 1},
+    ),
+    "models": (
+        {"models": {"tiny": {"shape": {"layers": 1}}}},
+        {"pretrain": 1, "posttrain": 5, "perplexity": 6, "compare": 1, "report": 1},
+    ),
+    "pretrain": ({"pretrain": {"seed": 4}}, {"pretrain": 1, "posttrain": 5, "perplexity": 6, "compare": 1, "report": 1}),
+    "posttrain": ({"posttrain": {"steps": 21}}, {"posttrain": 5, "perplexity": 5, "compare": 1, "report": 1}),
+    "one arm": (
+        {"posttrain": {"arms": {"random_noise": {"sigma": 0.5}}}},
+        {"posttrain": 1, "perplexity": 1, "compare": 1, "report": 1},
+    ),
+    "evaluate": ({"evaluate": {"length": 128}}, {"perplexity": 6, "compare": 1, "report": 1}),
+    "compare": ({"compare": {"tolerance": 0.03}}, {"compare": 1, "report": 1}),
+    "figures": ({"figures": {"fig5": {"arms": ["base", "control", "state_passing"]}}}, {"compare": 1, "report": 1}),
+    "report": ({"report": {"note": "other"}}, {"report": 1}),
+}
+
+
+@pytest.mark.parametrize("group", EDITS)
+def test_1_an_edit_plans_exactly_the_rules_that_depend_on_it(group: str, finished_clone: Path) -> None:
+    changes, expected = EDITS[group]
+    overrides = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
+    assert planned(finished_clone, *(["--config", *overrides] if overrides else [])) == expected
+
+
+def test_2_and_4_dvc_repro_after_snakemake_and_an_edit_reverted(clone_with_results: Path) -> None:
+    clone = clone_with_results
+    before = weights(clone, "posttrain")
+    done = run(clone, "dvc", "repro")
+    assert done.stdout.count(NOTHING) == 5, "by hand first, then dvc repro: nothing runs again"
+    assert "Finished jobid" not in done.stdout
+    recorded = (clone / "dvc.lock").read_text()
+    run(clone, "dvc", "status", "-q")
+
+    original = (clone / "params.yaml").read_text()
+    edit(clone, {"posttrain": {"steps": 2}})
+    run(clone, "dvc", "repro")
+    changed = weights(clone, "posttrain")
+    assert not set(changed) & set(before), "superseded results have left results/posttrain"
+    assert (clone / "dvc.lock").read_text() != recorded
+    (clone / "params.yaml").write_text(original)
+    assert set(planned(clone)) == {"report"}, "reverted: nothing is trained or measured the second time"
+    done = run(clone, "dvc", "repro")
+    assert not any(f"(Rule: {rule})" in done.stdout for rule in (*TRAINING, "perplexity", "compare"))
+    assert weights(clone, "posttrain") == before
+    assert (clone / "dvc.lock").read_text() == recorded, "the same parameters record the same results"
+
+
+def test_10_recorded_but_absent_results_are_never_recomputed_silently(clone_with_results: Path) -> None:
+    clone = clone_with_results
+    run(clone, "dvc", "repro")
+    for phase in ("corpus", "pretrain", "posttrain"):
+        shutil.rmtree(clone / "results" / phase)
+    assert planned(clone) == {}, "tables and pages alone: nothing to do"
+    assert planned(clone, "--config", 'report={"note": "x"}') == {"report": 1}
+    done = run(clone, "snakemake", "-n", "--config", 'evaluate={"length": 128}', check=False)
+    assert done.returncode != 0
+    assert re.search(r"recorded in dvc\.lock but absent here; run `dvc pull results/corpus results/pretrain results/posttrain`", done.stdout)
+    plan = planned(clone, "--config", 'evaluate={"length": 128}', "recompute=true")
+    assert plan["pretrain"] == 1
+    assert plan["perplexity"] == 6
+    shutil.rmtree(clone / "results")
+    assert planned(clone) == {}, "pages alone: nothing to do"
+
+
+def test_7_killed_in_training_it_resumes_to_the_same_numbers(finished_clone: Path, tmp_path: Path) -> None:
+    clone = make_clone(tmp_path / "clone")
+    shutil.copytree(finished_clone / "results/corpus", clone / "results/corpus")
+    edit_settings(clone, "checkpoint_seconds: 60.0", "checkpoint_seconds: 0.05")
+    killed_with_checkpoint = 0
+    for _ in range(3):
+        process = subprocess.Popen(
+            ["snakemake", "pretrained"],
+            cwd=clone,
+            env=environment(clone),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        seen = newest_checkpoint(clone)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and newest_checkpoint(clone) == seen and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            killed_with_checkpoint += 1
+        if (clone / "results/pretrain").is_dir() and list((clone / "results/pretrain").glob("*/manifest.json")):
+            break
+    assert killed_with_checkpoint >= 1, "the training was over before it could be killed"
+    done = run(clone, "snakemake", "pretrained")
+    assert "goes on after step" in done.stdout
+    assert weights(clone, "pretrain") == weights(finished_clone, "pretrain")
+    ours, theirs = (next((where / "results/pretrain").glob("*/metrics.jsonl")) for where in (clone, finished_clone))
+    assert ours.read_text() == theirs.read_text()
+
+
+def newest_checkpoint(clone: Path) -> tuple[str, int] | None:
+    files = [path for path in (clone / ".farstate/scratch").rglob("*.safetensors") if not path.name.startswith(".")]
+    return max(((path.name, path.stat().st_mtime_ns) for path in files), key=lambda item: item[1], default=None)
+
+
+def edit_settings(clone: Path, old: str, new: str) -> None:
+    path = clone / "config/settings.yaml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_8_the_slurm_profile_plans_on_a_clean_checkout(tmp_path: Path) -> None:
+    clone = make_clone(tmp_path / "clone")
+    shutil.copy(REPOSITORY / "params.yaml", clone / "params.yaml")
+    done = run(clone, "snakemake", "--profile", "slurm", "-n", "reports/fig5.html")
+    assert re.search(r"^posttrain +20$", done.stdout, re.M)
+    done = run(clone, "snakemake", "-n", "reports/fig5.html", "--configfile", "config/paper.yaml")
+    assert re.search(r"^import_checkpoint +3$", done.stdout, re.M)
+    assert re.search(r"^posttrain +30$", done.stdout, re.M)
+
+
+def test_9_clones_that_share_an_output_cache_train_once(finished_clone: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    made = []
+    for name in ("one", "two"):
+        clone = make_clone(tmp_path / name)
+        shutil.copytree(finished_clone / "results/corpus", clone / "results/corpus")
+        done = run(clone, "snakemake", "--profile", "profiles/cache", "pretrained", SNAKEMAKE_OUTPUT_CACHE=str(cache))
+        made.append(weights(clone, "pretrain"))
+        log = [path for path in (clone / "logs/pretrain").glob("*.log")]
+        assert bool(log) == (name == "one"), done.stdout[-2000:]
+    assert made[0] == made[1]
+
+
+def test_unregistered_sources_plan_and_a_real_run_names_the_command(tmp_path: Path) -> None:
+    clone = make_clone(tmp_path / "clone")
+    (clone / "config/sources.lock").write_text("")
+    assert planned(clone)["documents"] == 1
+    done = run(clone, "snakemake", "corpus", check=False)
+    assert done.returncode != 0
+    assert "farstate: tests/data/corpus.jsonl: not registered in config/sources.lock; run `farstate register`" in done.stdout
+
+
+def test_a_dry_run_never_loads_torch(tmp_path: Path) -> None:
+    clone = make_clone(tmp_path / "clone")
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['snakemake', '-n', '-q']\n"
+        "try:\n    runpy.run_module('snakemake', run_name='__main__')\n"
+        "except SystemExit as leave:\n    assert not leave.code, leave.code\n"
+        "heavy = [name for name in ('torch', 'transformers', 'datasets', 'altair') if name in sys.modules]\n"
+        "assert not heavy, heavy\n"
+    )
+    run(clone, "python", "-c", code)
+
+
+def test_bad_parameters_stop_the_workflow_in_one_line(finished_clone: Path) -> None:
+    done = run(finished_clone, "snakemake", "-n", "--config", 'posttrain={"stps": 3}', check=False)
+    assert done.returncode != 0
+    assert "params.yaml: posttrain.stps: unknown parameter (did you mean 'steps'?)" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_it_runs_from_another_working_directory(finished_clone: Path, tmp_path: Path) -> None:
+    """`--directory` puts results elsewhere; parameters and settings of the repository serve where none lie there."""
+    (tmp_path / "elsewhere").mkdir()
+    done = run(finished_clone, "snakemake", "--directory", str(tmp_path / "elsewhere"), "-n")
+    assert re.search(r"^pretrain +1$", done.stdout, re.M)
+    assert (tmp_path / "elsewhere/.farstate/pages/fig5.json").exists()
+
+
+def test_a_half_written_result_is_made_again(clone_with_results: Path) -> None:
+    """A kill between two files leaves no manifest; a lost file leaves a manifest that does not hold."""
+    comparison = next((clone_with_results / "results/evaluate").glob("fig5-*"))
+    before = sha256_file(comparison / "curves.parquet")
+    (comparison / "manifest.json").unlink()
+    (comparison / "verdicts.parquet").write_bytes(b"half")
+    assert planned(clone_with_results, "evaluated") == {"compare": 1, "evaluated": 1}
+    run(clone_with_results, "snakemake", "evaluated")
+    assert sha256_file(comparison / "curves.parquet") == before
+    stage = next((clone_with_results / "results/posttrain").glob("tiny.control*"))
+    weight = stage / "model.safetensors"
+    weight.write_bytes(weight.read_bytes()[:-1])
+    record = next((clone_with_results / ".farstate/stages").glob("evaluate.perplexity.tiny.control*"))
+    done = run(clone_with_results, "farstate", "perplexity", str(record), check=False)
+    assert done.returncode == 1
+    assert re.search(r"model\.safetensors: \d+ bytes, its manifest says \d+; delete .* and run again", done.stdout)
+
+
+def test_two_runs_at_once_are_refused(clone_with_results: Path) -> None:
+    clone = clone_with_results
+    record = next((clone / ".farstate/stages").glob("pretrain.tiny*"))
+    directory = json.loads(record.read_text())["directory"]
+    shutil.rmtree(clone / directory)
+    first = subprocess.Popen(
+        ["farstate", "pretrain", str(record)], cwd=clone, env=environment(clone), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not list((clone / ".farstate/scratch").rglob("*lock*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        second = run(clone, "farstate", "pretrain", str(record), check=False)
+    finally:
+        output = first.communicate(timeout=120)[0]
+    assert second.returncode == 1
+    assert "already running" in second.stdout
+    assert first.returncode == 0, output
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="as an ordinary user the folder's owner could not be changed")
+def test_a_read_only_results_folder_is_named(clone_with_results: Path) -> None:
+    """As root permission tests cannot fail, so the command runs as an unprivileged user."""
+    clone = clone_with_results
+    record = next((clone / ".farstate/stages").glob("evaluate.fig5*"))
+    shutil.rmtree(clone / json.loads(record.read_text())["directory"])
+    for path in [clone, *clone.parents]:
+        if path.stat().st_mode & 0o005 != 0o005 and path != Path("/"):
+            path.chmod(path.stat().st_mode | 0o055)
+    done = subprocess.run(
+        ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "farstate", "compare", str(record)],
+        cwd=clone,
+        env=environment(clone, HOME="/tmp"),
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=120,
+    )
+    if "setpriv" in done.stderr or "ModuleNotFoundError" in done.stderr or done.returncode == 127:
+        pytest.skip("the environment itself cannot be read by an unprivileged user here")
+    assert done.returncode == 1
+    assert re.search(r"no permission to write '.*results/evaluate", done.stderr), done.stderr
