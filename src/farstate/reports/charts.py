@@ -303,36 +303,51 @@ def _x(panel: Panel, *, static: bool, field_name: str = "position", title: str =
 
 
 def _y(panel: Panel, *, static: bool, y_range: Extent) -> Spec:
-    """The range of what is shown with a twentieth to spare; a linear one always holds zero."""
-    if static:
-        low, high = f"{y_range[0]!r}", f"{y_range[1]!r}"
-    else:
-        low, high = "y_low", "y_high"
+    """The range of what is shown with a little to spare; a linear one always holds zero."""
+    low, high = (repr(y_range[0]), repr(y_range[1])) if static else ("y_low", "y_high")
     if panel.metric.logarithmic:
-        scale: Spec = {
-            "type": "log",
-            "nice": False,
-            "domain": [
-                {"expr": f"{low} / pow(max(1.02, {high} / {low}), 0.06)"},
-                {"expr": f"{high} * pow(max(1.02, {high} / {low}), 0.06)"},
-            ],
-        }
+        spare = f"pow(max(1.02, {high} / {low}), 0.06)"
+        first, last = f"({low} / {spare})", f"({high} * {spare})"
+        scale: Spec = {"type": "log", "nice": False}
+        ticks: Spec = {"values": {"expr": _logarithmic_ticks(first, last)}}
     else:
         span = f"max(0.02, max(0, {high}) - min(0, {low}))"
-        scale = {
-            "nice": False,
-            "zero": False,
-            "domain": [{"expr": f"min(0, {low}) - 0.06 * {span}"}, {"expr": f"max(0, {high}) + 0.06 * {span}"}],
-        }
+        first, last = f"min(0, {low}) - 0.06 * {span}", f"max(0, {high}) + 0.06 * {span}"
+        scale = {"nice": False, "zero": False}
+        ticks = {"tickCount": 6}
     axis: Spec = {
+        **ticks,
         "title": panel.metric.axis if static else None,
-        "tickCount": 14 if panel.metric.logarithmic else 6,
         "format": ",~r" if panel.metric.logarithmic else "~r",
         "labelOverlap": "greedy",
-        "labelSeparation": 4,
+        "labelSeparation": 2,
         **({} if static else _ALIGNED),
     }
-    return {"field": "value", "type": "quantitative", "scale": scale, "axis": axis}
+    return {
+        "field": "value",
+        "type": "quantitative",
+        "scale": scale | {"domain": [{"expr": first}, {"expr": last}]},
+        "axis": axis,
+    }
+
+
+def _logarithmic_ticks(first: str, last: str) -> str:
+    """A Vega expression for the ticks of a perplexity axis: even steps within two octaves, else 1, 2, 5 of every decade.
+
+    Vega's own ticks leave most of a span below one decade without labels.
+    """
+    ladder = [mantissa * 10**exponent for exponent in range(12) for mantissa in (1, 2, 5)]
+
+    def below(value: str) -> str:
+        decade = f"floor(log({value}) / LN10)"
+        leading = f"({value} / pow(10, {decade}))"
+        return f"(3 * {decade} + ({leading} > 5 ? 3 : {leading} > 2 ? 2 : {leading} > 1 ? 1 : 0))"
+
+    unit = f"pow(10, floor(log(({last} - {first}) / 6) / LN10))"
+    ratio = f"(({last} - {first}) / 6 / {unit})"
+    step = f"({unit} * ({ratio} >= 5 ? 5 : {ratio} >= 2 ? 2 : 1))"
+    even = f"sequence(ceil({first} / {step}) * {step}, {last}, {step})"
+    return f"{last} / {first} < 4 ? {even} : slice({ladder}, {below(first)}, {below(last)})"
 
 
 def _legend(styles: Sequence[ArmStyle], *, static: bool) -> Spec | None:
@@ -346,7 +361,6 @@ def _legend(styles: Sequence[ArmStyle], *, static: bool) -> Spec | None:
         "labelExpr": f"{{{labels}}}[datum.label]",
         "labelLimit": 400,
         "columnPadding": 22,
-        "symbolOpacity": 1,
     }
 
 
@@ -443,13 +457,13 @@ def _layers(panel: Panel, styles: Sequence[ArmStyle], *, static: bool, name: str
     layers.append(
         {
             "transform": [*of("mean"), {"filter": "isValid(datum.low) && isValid(datum.high)"}],
-            "mark": {"type": "area", "aria": False},
+            "mark": {"type": "area", "fillOpacity": 0.16, "aria": False},
             "encoding": {
                 "x": x,
                 "y": {**y, "field": "low"},
                 "y2": {"field": "high"},
                 "color": bare_colour,
-                **opacity(0.16),
+                **opacity(1),
             },
         }
     )

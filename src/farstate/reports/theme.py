@@ -112,5 +112,5 @@ def configuration(*, static: bool) -> Spec:
             "subtitleColor": soft,
             "subtitleFontSize": 11,
         },
-        "legend": {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "symbolSize": 90, "symbolStrokeWidth": 2},
+        "legend": {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "symbolSize": 90, "symbolStrokeWidth": 1},
     }
