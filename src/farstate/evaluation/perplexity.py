@@ -15,6 +15,7 @@ import torch
 from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
 from farstate.evaluation.bins import Bins, log_bins
+from farstate.evaluation.positions import PositionSums, write_positions
 from farstate.evaluation.stream import Model, stream_nll
 from farstate.evaluation.texts import Text, select
 from farstate.evaluation.windows import stride, window_nll
@@ -57,14 +58,14 @@ class Losses:
     Attributes:
         bins: the bins of the positions 1 … length.
         sums: by kind (carried, window, reset), nats summed over each bin's positions, shape (texts, bins).
-        positions: for carried and window, the mean over documents at every position, shape (length,); a
-            document counts once, by the mean of its stretches.
+        positions: for carried and window, the mean over documents at every position; a document counts once,
+            by the mean of its stretches.
         broken: by kind, the first position of each text whose loss is not finite, 0 where there is none.
     """
 
     bins: Bins
     sums: dict[str, Floats]
-    positions: dict[str, Floats]
+    positions: dict[str, PositionSums]
     broken: dict[str, npt.NDArray[np.int64]]
 
 
@@ -119,7 +120,7 @@ def evaluate(
         perplexity_table(losses, texts, labels, context).write_parquet(path)
     documents = len({text.document for text in texts})
     with atomic_path(output / "positions.parquet") as path:
-        positions_table(losses, documents).write_parquet(path)
+        write_positions(path, losses.positions["carried"], losses.positions["window"], documents)
     write_manifest(
         output,
         {
@@ -148,16 +149,15 @@ def measure(
     settings: EvaluationSettings,
     progress: Progress | None = None,
 ) -> Losses:
-    """Carried, window and reset losses of `texts`, in memory that does not grow with tokens × length.
+    """Carried, window and reset losses of `texts`, in memory that does not grow with the length.
 
-    Per text only the bins' sums are kept, and per position only two means; texts are taken `settings.rows`
-    at a time. For positions up to `context` all three kinds are the carried values themselves.
+    Per text only the bins' sums are kept; texts are taken `settings.rows` at a time. For positions up to `context` all three kinds are the carried values themselves.
     """
     length, device = evaluate.length, torch.device(settings.device)
     bins = log_bins(length, context, evaluate.bins_per_octave)
     sums = {kind: np.zeros((len(texts), len(bins))) for kind in KINDS}
     broken = {kind: np.zeros(len(texts), dtype=np.int64) for kind in KINDS}
-    positions = {kind: np.zeros(length) for kind in ("carried", "window")}
+    positions = {kind: PositionSums(length) for kind in ("carried", "window")}
     weight = _weights(texts)
     total, done = 2 * len(texts) * length, 0
 
@@ -184,7 +184,10 @@ def measure(
             bin_of = bins.index(at)
             begins = np.flatnonzero(np.diff(bin_of, prepend=-1))
             sums["carried"][here, bin_of[begins]] += np.add.reduceat(nll, begins, axis=1)
-            positions["carried"][at - 1] += weight[here] @ nll
+            mean = weight[here] @ nll
+            near = at <= context
+            positions["carried"].add(at, mean)
+            positions["window"].add(at[near], mean[near])
             lines, columns = np.nonzero(np.isnan(nll))
             _note(broken["carried"], begin + lines, at[columns])
             report(nll.size)
@@ -205,7 +208,7 @@ def measure(
                 row_of, at, nll = lines[mask], scored.positions[mask], scored.nll[mask]
                 np.add.at(sums[kind], (row_of, bins.index(at)), nll)
                 if kind in positions:
-                    np.add.at(positions[kind], at - 1, weight[row_of] * nll)
+                    positions[kind].add(at, weight[row_of] * nll)
                 lost = np.isnan(nll)
                 _note(broken[kind], row_of[lost], at[lost])
             report(int(scored.in_window.sum()))
@@ -216,7 +219,6 @@ def measure(
         sums[kind][:, short] = sums["carried"][:, short]
         inside = (broken["carried"] > 0) & (broken["carried"] <= context)
         broken[kind][inside] = broken["carried"][inside]
-    positions["window"][:context] = positions["carried"][:context]
     return Losses(bins, sums, positions, broken)
 
 
@@ -236,19 +238,6 @@ def perplexity_table(losses: Losses, texts: list[Text], labels: Mapping[str, Any
             "position_high": np.tile(bins.high, count),
             "tokens": np.tile(bins.tokens, count),
             **{f"nll_{kind}": losses.sums[kind].ravel() for kind in KINDS},
-        }
-    )
-
-
-def positions_table(losses: Losses, documents: int) -> pl.DataFrame:
-    """One row per position; the schema is in `evaluate`."""
-    length = losses.bins.length
-    return pl.DataFrame(
-        {
-            "position": np.arange(1, length + 1, dtype=np.int64),
-            "documents": np.full(length, documents, dtype=np.int64),
-            "nll_carried": losses.positions["carried"],
-            "nll_window": losses.positions["window"],
         }
     )
 

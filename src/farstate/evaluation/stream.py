@@ -80,6 +80,8 @@ def stream_nll(
                 hidden[:, skip:], model.head_weight, tokens[:, 1 + skip :], vocabulary_size=model.config.vocabulary_size
             )
             values = nll.to(device="cpu", dtype=torch.float64).numpy()
+        # Freed before the next segment is read, not while it is: two segments never lie side by side.
+        del tokens, hidden, nll
         values[~np.isfinite(values)] = np.nan
         yield start + skip + 1, values
 

@@ -130,7 +130,8 @@ def window_nll(
     for skipped in np.unique(windows.skipped):
         members = np.flatnonzero(windows.skipped == skipped)
         for begin in range(0, rows * members.size, size):
-            row, member = np.divmod(np.arange(begin, min(begin + size, rows * members.size)), members.size)
+            # All rows of one window, then of the next: a batch covers a short range of positions.
+            member, row = np.divmod(np.arange(begin, min(begin + size, rows * members.size)), rows)
             batch = windows.take(members[member])
             inputs = int(min(context, length - batch.start.min()))
             for relative, nll in stream_nll(
