@@ -30,6 +30,7 @@ def said(rows: list[dict[str, Any]]) -> str:
     )
 
 
+_NO_SHARE = {f"removed_base_vs_control{end}": None for end in ("", "_low", "_high")}
 FAIL, PASS, UNDECIDED = {"verdict": "FAIL"}, {"verdict": "PASS"}, {"verdict": "UNDECIDED"}
 BASE = verdict(arm="base", **FAIL)
 CONTROL = verdict(arm="control", excess=0.73, **FAIL)
@@ -173,6 +174,23 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
         [verdict(arm="base", gap=None, worst_position=None, excess_nll=None, far_from=None, far_to=None, **UNDECIDED)],
         ["UNDECIDED, the evaluation holds no position beyond its best one"],
         ["None"],
+    ),
+    "the definition is missed inside the training length": (
+        [verdict(arm="base", t_star=1, worst_position=2, **FAIL), CONTROL, verdict(arm="tbtt", **FAIL)],
+        [
+            "misses Def. 3.2 already inside its training length",
+            "That is no failure to carry a state.",
+            "none of these is a repair: TBTT FAIL",
+        ],
+        ["fails beyond", "Reduced"],
+    ),
+    "shares are not defined": (
+        [BASE, CONTROL, verdict(arm="tbtt", **_NO_SHARE, **FAIL)],
+        [
+            "No effect established (FAIL): TBTT (no share).",
+            "Shares are not given: the control's own far excess is not clearly above zero.",
+        ],
+        ["The percentages"],
     ),
     "one seed": (
         [BASE, CONTROL | {"n_seeds": 1}, verdict(arm="tbtt", excess=0.0, n_seeds=1, **PASS)],

@@ -29,7 +29,20 @@ _ESTIMATES = (
     *("short_context_cost", "beats_reset"),
 )
 VERDICT_COLUMNS = (
-    *("model", "arm", "seed", "verdict", "t_star", "p_star", "worst_position", "gap", "gap_low", "gap_high", "tolerance"),
+    *(
+        "model",
+        "arm",
+        "seed",
+        "train_length",
+        "verdict",
+        "t_star",
+        "p_star",
+        "worst_position",
+        "gap",
+        "gap_low",
+        "gap_high",
+        "tolerance",
+    ),
     *("verdict_interval", "interval", "n_documents", "n_stretches", "n_seeds", "broken_at", "far_from", "far_to"),
     *(f"{name}{end}" for name in _ESTIMATES for end in ("", "_low", "_high")),
     *("excess_nll_seeds_low", "excess_nll_seeds_high", "steps", "tokens", "learning_rate"),

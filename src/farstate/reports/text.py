@@ -113,6 +113,8 @@ def headline(label: str, rows: Sequence[Row], names: Mapping[str, str]) -> str:
         return f"{label} does not fail here, so there is nothing to repair."
     if base["verdict"] == "UNDECIDED":
         return f"{label}: whether it fails is UNDECIDED, so no repair can be claimed."
+    if not _fails_beyond(base):
+        return f"{label} misses Def. 3.2 already inside its training length, which says nothing about what lies beyond."
     others = {names[arm]: row for arm, row in by_arm.items() if arm not in ("base", "control")}
     against = _reference(control)
     parts = []
@@ -163,6 +165,14 @@ def _reference(control: Row | None) -> str:
     return "removed_base" if control is None else "removed_base_vs_control"
 
 
+def _fails_beyond(base: Row | None) -> bool:
+    """Whether the base model's failure is one of length generalisation: the definition also looks between t* and T_train."""
+    if base is None or base["verdict"] != "FAIL":
+        return False
+    worst = base["worst_position"]
+    return not finite(worst) or finite(base.get("broken_at")) or worst > base["train_length"]
+
+
 def _verb(subjects: Sequence[str], one: str, many: str) -> str:
     return one if len(subjects) == 1 else many
 
@@ -185,6 +195,12 @@ def _base(label: str, context: int, length: int, base: Row | None) -> str:
         return (
             f"{label}: UNDECIDED whether it fails. {setting.capitalize()}, its widest gap above its own best is {gap}, "
             f"and these data cannot tell that from the tolerance of {base['tolerance']:g} nats." + _far(base)
+        )
+    if not _fails_beyond(base):
+        return (
+            f"{label} misses Def. 3.2 inside its own training length: {setting}, its loss rises to {gap} above its best at position "
+            f"{count(base['t_star'])}, worst near position {count(base['worst_position'])}. That is no failure to carry a state."
+            + _far(base)
         )
     return (
         f"{label} fails beyond its training length: {setting}, its loss rises to {gap} above its own best, "
@@ -213,7 +229,7 @@ def _control(control: Row | None, base: Row | None) -> str:
         return f"{start} broke: its loss is not a number from position {count(control['broken_at'])} on."
     if control["verdict"] == "UNDECIDED":
         return f"{start} is UNDECIDED: whether the steps alone are enough is not settled."
-    if base is None or base["verdict"] != "FAIL":
+    if not _fails_beyond(base):
         return f"{start} {'passes' if control['verdict'] == 'PASS' else 'fails'}."
     if control["verdict"] == "PASS":
         return f"{start} passes too: the additional training alone is enough here, and no special initial state is needed."
@@ -228,9 +244,9 @@ def _control(control: Row | None, base: Row | None) -> str:
 
 
 def _repairs(others: Sequence[tuple[str, Row]], base: Row | None, control: Row | None) -> str:
-    if base is None or base["verdict"] != "FAIL":
+    if not _fails_beyond(base):
         verdicts = listing([f"{name} {row['verdict']}" for name, row in others])
-        return f"No failure is established, so none of these is a repair: {verdicts}."
+        return f"No failure beyond the training length is established, so none of these is a repair: {verdicts}."
     against = _reference(control)
     groups: dict[str, list[str]] = {}
     for name, row in others:
@@ -258,16 +274,19 @@ def _repairs(others: Sequence[tuple[str, Row]], base: Row | None, control: Row |
     if "PASS" not in groups:
         sentences.insert(0, "By the verdict of Def. 3.2 no initial state repairs it at this budget.")
     whose = "the base model's" if control is None else "the control's"
-    sentences.append(
-        f"The percentages are the share of {whose} far excess (against the base model's short windows) that is gone."
-    )
+    if any(finite(row.get(against)) for _, row in others):
+        sentences.append(
+            f"The percentages are the share of {whose} far excess (against the base model's short windows) that is gone."
+        )
+    else:
+        sentences.append(f"Shares are not given: {whose} own far excess is not clearly above zero.")
     return " ".join(sentences)
 
 
 def _removed(row: Row, name: str) -> str:
     """The share removed with its interval; a growth is written as a positive share."""
     if not finite(row.get(name)):
-        return "(share not defined)"
+        return "(no share)"
     if direction(row, name) != -1:
         return estimate(row, name, share)
     return f"{share(-row[name])} ({share(-row[f'{name}_high'])} to {share(-row[f'{name}_low'])})"
