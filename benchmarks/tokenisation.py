@@ -59,7 +59,8 @@ def measure(documents: Path, tokenizer: Path, scratch: Path, threads: int, repea
     for repeat in range(repeats):
         encoder = load_tokenizer(tokenizer)
         start = time.perf_counter()
-        encoder.encode_batch(texts, add_special_tokens=False)
+        with stage.parallelism(True):
+            encoder.encode_batch(texts, add_special_tokens=False)
         library.append(time.perf_counter() - start)
         start = time.perf_counter()
         write_tokens(documents, tokenizer, Store(), vocabulary, scratch / f"tokens-{repeat}", threads=threads)

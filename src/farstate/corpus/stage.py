@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from farstate.errors import FarstateError
@@ -40,10 +41,24 @@ def part(path: Path, name: str) -> Path:
 
 
 def use_threads(threads: int | None) -> None:
-    """Bound the cores that `tokenizers` uses; acts only before this process first tokenises.
+    """Bound the cores of the parallel mode of `tokenizers`; acts only before this process first enters that mode.
 
-    The library reads its settings from the environment when it starts its pool, and offers no other way.
+    The library reads its settings from the environment, and offers no other way.
     """
-    os.environ["TOKENIZERS_PARALLELISM"] = "false" if threads == 1 else "true"
     if threads is not None:
         os.environ["RAYON_NUM_THREADS"] = str(threads)
+
+
+@contextmanager
+def parallelism(on: bool) -> Iterator[None]:
+    """Switch the parallel mode of `tokenizers` on or off."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "true" if on else "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -89,7 +89,8 @@ def _train(size: int, documents: list[Path]) -> Tokenizer:
     learned.decoder = decoders.ByteLevel()
     # All 256 bytes are symbols from the start, whether or not the text has them: nothing is ever unknown.
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    learned.train_from_iterator(_training_texts(documents), trainer)
+    with stage.parallelism(True):
+        learned.train_from_iterator(_training_texts(documents), trainer)
     found = learned.get_vocab_size()
     if found != size:
         raise FarstateError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from farstate.files import atomic_path, read_json, read_manifest, sha256_file, w
 from farstate.params import Store
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
+    from tokenizers import Encoding
 
 TOKENS = "tokens.bin"
 INDEX = "index.parquet"
@@ -37,10 +38,9 @@ INDEX_SCHEMA = pa.schema(
 )
 
 Dtype = Literal["uint16", "uint32"]
+Ids = NDArray[Any]
 # An encoded token takes about 100 bytes until it is reduced to its id: batches bound that memory.
-_BATCH_BYTES = 1 << 20
-# One batch is encoded while the one before it is written.
-_IN_FLIGHT = 2
+_BATCH_BYTES = 1 << 18
 
 
 def write_tokens(
@@ -68,12 +68,10 @@ def write_tokens(
         FarstateError: the tokenizer or the store's dtype does not fit the vocabulary, or an input is unfinished.
     """
     stage.begin(output)
-    stage.use_threads(threads)
     dtype = choose_dtype(store.dtype, vocabulary_size)
-    encoder = load_tokenizer(tokenizer)
-    if symbols(encoder) > vocabulary_size:
+    if (size := symbols(load_tokenizer(tokenizer))) > vocabulary_size:
         raise FarstateError(
-            f"{tokenizer}: has {symbols(encoder)} symbols, the vocabulary size is {vocabulary_size}; raise tokenizer.vocabulary_size"
+            f"{tokenizer}: has {size} symbols, the vocabulary size is {vocabulary_size}; raise tokenizer.vocabulary_size"
         )
     source = stage.part(documents, stage.DOCUMENTS)
     fingerprint = {
@@ -83,8 +81,18 @@ def write_tokens(
     }
     with pq.ParquetFile(source) as file, _Scratch(output, fingerprint, np.dtype(dtype)) as scratch:
         total = file.metadata.num_rows
-        for batch, encodings in _encoded(encoder, _batches(file, scratch.groups)):
-            scratch.append(_ids(encodings, vocabulary_size, dtype, f"{source}, documents from row {scratch.documents + 1}"))
+
+        def to_ids(encoding: Encoding, row: int) -> Ids:
+            ids = np.array(encoding.ids, dtype="<u4")
+            if ids.size and int(ids.max()) >= vocabulary_size:
+                raise FarstateError(
+                    f"{source} row {row + 1}: the tokenizer gave id {ids.max()}, the vocabulary size is {vocabulary_size}"
+                )
+            return ids.astype(np.dtype(dtype).newbyteorder("<"))
+
+        batches = _batches(file, scratch.groups, scratch.documents)
+        for batch, ids in _encoded(tokenizer, batches, to_ids, threads or len(os.sched_getaffinity(0))):
+            scratch.append(ids)
             if batch.ends_group:
                 scratch.commit()
             if progress:
@@ -111,11 +119,12 @@ def choose_dtype(dtype: Literal["auto", "uint16", "uint32"], vocabulary_size: in
 
 @dataclass(frozen=True)
 class _Batch:
+    first_row: int
     texts: list[str]
     ends_group: bool
 
 
-def _batches(file: pq.ParquetFile, first_group: int) -> Iterator[_Batch]:
+def _batches(file: pq.ParquetFile, first_group: int, first_row: int) -> Iterator[_Batch]:
     for group in range(first_group, file.num_row_groups):
         table = file.read_row_group(group, columns=["text", "bytes"])
         texts = table["text"].to_pylist()
@@ -124,30 +133,38 @@ def _batches(file: pq.ParquetFile, first_group: int) -> Iterator[_Batch]:
         while start < len(texts):
             before = ends[start - 1] if start else 0
             stop = max(start + 1, int(np.searchsorted(ends, before + _BATCH_BYTES, side="right")))
-            yield _Batch(texts[start:stop], stop == len(texts))
+            yield _Batch(first_row + start, texts[start:stop], stop == len(texts))
             start = stop
+        first_row += len(texts)
 
 
-def _encoded(encoder: Tokenizer, batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, list[Encoding]]]:
-    with ThreadPoolExecutor(1) as pool:
-        running: deque[tuple[_Batch, Future[list[Encoding]]]] = deque()
+def _encoded(
+    tokenizer: Path, batches: Iterator[_Batch], to_ids: Callable[[Encoding, int], Ids], threads: int
+) -> Iterator[tuple[_Batch, list[Ids]]]:
+    """Encode on `threads` threads, in order.
+
+    Each thread has a tokenizer of its own: the library's parallel mode shares one cache of words behind a lock, which costs
+    a third of its speed. The interpreter is free while the library works.
+    """
+    own = threading.local()
+
+    def prepare() -> None:
+        own.encoder = load_tokenizer(tokenizer)
+
+    def encode(batch: _Batch) -> list[Ids]:
+        encodings = own.encoder.encode_batch_fast(batch.texts, add_special_tokens=False)
+        return [to_ids(encoding, batch.first_row + number) for number, encoding in enumerate(encodings)]
+
+    with stage.parallelism(False), ThreadPoolExecutor(threads, initializer=prepare) as pool:
+        running: deque[tuple[_Batch, Future[list[Ids]]]] = deque()
         for batch in batches:
-            running.append((batch, pool.submit(encoder.encode_batch_fast, batch.texts, add_special_tokens=False)))
-            if len(running) == _IN_FLIGHT:
+            running.append((batch, pool.submit(encode, batch)))
+            if len(running) > 2 * threads:
                 done, future = running.popleft()
                 yield done, future.result()
-        for done, future in running:
+        while running:
+            done, future = running.popleft()
             yield done, future.result()
-
-
-def _ids(encodings: list[Encoding], vocabulary_size: int, dtype: Dtype, where: str) -> list[NDArray[Any]]:
-    rows = []
-    for encoding in encodings:
-        ids = np.array(encoding.ids, dtype=np.uint32)
-        if ids.size and int(ids.max()) >= vocabulary_size:
-            raise FarstateError(f"{where}: the tokenizer gave id {ids.max()}, the vocabulary size is {vocabulary_size}")
-        rows.append(ids.astype(np.dtype(dtype).newbyteorder("<")))
-    return rows
 
 
 class _Scratch:
@@ -180,7 +197,7 @@ class _Scratch:
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
-    def append(self, rows: list[NDArray[Any]]) -> None:
+    def append(self, rows: list[Ids]) -> None:
         for row in rows:
             row.tofile(self._tokens_file)
         np.array([row.size for row in rows], dtype="<i8").tofile(self._lengths_file)
