@@ -187,18 +187,20 @@ class _Gradients:
         self.dweight = torch.zeros(head_weight.shape, dtype=dtype, device=hidden.device) if needs_weight else None
 
     def add(self, rows: slice, probabilities: Tensor, targets: Tensor, weights: Tensor) -> None:
-        """`probabilities` (rows, V) is overwritten; weights (rows,)."""
+        """`probabilities` (rows, V) is overwritten; weights (rows,) scale the narrow factors, not the logits."""
         if self.dhidden is None and self.dweight is None:
             return
-        dlogits = probabilities.scatter_add_(1, targets[:, None], torch.full_like(weights, -1.0)[:, None])
-        dlogits = dlogits.mul_(weights[:, None]).to(self.hidden.dtype)
+        minus_one = torch.full((targets.shape[0], 1), -1.0, dtype=probabilities.dtype, device=probabilities.device)
+        dlogits = probabilities.scatter_add_(1, targets[:, None], minus_one).to(self.hidden.dtype)
+        scale = weights[:, None]
         if self.dhidden is not None:
-            self.dhidden[rows] = _product(dlogits, self.head_weight)
+            torch.mul(_product(dlogits, self.head_weight), scale, out=self.dhidden[rows])
         if self.dweight is not None:
+            scaled = (self.hidden[rows] * scale).to(self.hidden.dtype)
             if dlogits.dtype == self.dweight.dtype:
-                self.dweight.addmm_(dlogits.t(), self.hidden[rows])
+                self.dweight.addmm_(dlogits.t(), scaled)
             else:
-                self.dweight += _product(dlogits.t(), self.hidden[rows])
+                self.dweight += _product(dlogits.t(), scaled)
 
     def of_hidden(self, dtype: torch.dtype) -> Tensor | None:
         return None if self.dhidden is None else self.dhidden.to(dtype)

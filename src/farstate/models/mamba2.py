@@ -1,9 +1,9 @@
 """The Mamba-2 block, with the equations and the parameter names of mamba-ssm's `Mamba2` inside its pre-norm `Block`.
 
-    z, x, B, C, dt = in_proj(norm(residual))
-    x, B, C        = silu(conv1d(x, B, C))
-    y              = SSD(x, clamp(softplus(dt + dt_bias)), −exp(A_log), B, C, D)
-    residual       = residual + out_proj(gated_rms_norm(y, z))
+z, x, B, C, dt = in_proj(norm(residual))
+x, B, C        = silu(conv1d(x, B, C))
+y              = SSD(x, clamp(softplus(dt + dt_bias)), −exp(A_log), B, C, D)
+residual       = residual + out_proj(gated_rms_norm(y, z))
 """
 
 from __future__ import annotations

@@ -69,10 +69,14 @@ def causal_conv1d(
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, activation: str | None) -> None:
     if x.dim() != 3 or weight.dim() != 2 or x.shape[1] < 1 or weight.shape[1] < 1:
-        raise ValueError(f"x must be (B, T, C) with T ≥ 1 and weight (C, width), found {tuple(x.shape)} and {tuple(weight.shape)}")
+        raise ValueError(
+            f"x must be (B, T, C) with T ≥ 1 and weight (C, width), found {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
     batch, _, channels = x.shape
     if weight.shape[0] != channels or (bias is not None and tuple(bias.shape) != (channels,)):
-        raise ValueError(f"weight and bias must have {channels} channels, found {tuple(weight.shape)} and {bias if bias is None else tuple(bias.shape)}")
+        raise ValueError(
+            f"weight and bias must have {channels} channels, found {tuple(weight.shape)} and {bias if bias is None else tuple(bias.shape)}"
+        )
     expected = (batch, channels, weight.shape[1] - 1)
     if initial_state is not None and tuple(initial_state.shape) != expected:
         raise ValueError(f"initial_state must have shape {expected}, found {tuple(initial_state.shape)}")
@@ -113,18 +117,21 @@ class _CausalConvolution(torch.autograd.Function):
             dy = torch.add(sigmoid, y).addcmul_(y, sigmoid, value=-1.0).mul_(dy)
         dx = dy * taps[-1]
         dtaps = torch.empty_like(taps)
-        dtaps[-1] = (dy * x).sum((0, 1))
-        dpast = None if past is None else torch.zeros_like(past)
+        scratch = torch.mul(dy, x)
+        torch.sum(scratch, (0, 1), out=dtaps[-1])
+        dpast = None if past is None or not ctx.needs_input_grad[3] else torch.zeros_like(past)
         for lag in range(1, width):
             tap = taps[-1 - lag]
             total = dtaps[-1 - lag].zero_()
             if lag < time:
                 dx[:, : time - lag].addcmul_(dy[:, lag:], tap)
-                total += (dy[:, lag:] * x[:, : time - lag]).sum((0, 1))
-            if dpast is not None:
+                product = torch.mul(dy[:, lag:], x[:, : time - lag], out=scratch[:, lag:])
+                total += product.sum((0, 1))
+            if past is not None:
                 reach = min(lag, time)
                 start = width - 1 - lag
                 early, before = dy[:, :reach], past[..., start : start + reach].transpose(1, 2)
                 total += (early * before).sum((0, 1))
-                dpast[..., start : start + reach] += (early * tap).transpose(1, 2)
+                if dpast is not None:
+                    dpast[..., start : start + reach] += (early * tap).transpose(1, 2)
         return dx, dtaps.t(), dy.sum((0, 1)) if ctx.has_bias else None, dpast, None

@@ -1,8 +1,8 @@
 """Root-mean-square norms, plain and gated, computed in float32 (float64 if an input is).
 
-    rms_norm(x)          = x / sqrt(mean(x²) + ε) · weight
-    gated_rms_norm(x, z) = rms_norm(x · silu(z)), the mean taken over each of `groups` equal parts of the last dimension
-                           (mamba-ssm's RMSNormGated with norm_before_gate = False)
+rms_norm(x)          = x / sqrt(mean(x²) + ε) · weight
+gated_rms_norm(x, z) = rms_norm(x · silu(z)), the mean taken over each of `groups` equal parts of the last dimension
+                       (mamba-ssm's RMSNormGated with norm_before_gate = False)
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farstate.ops.precision import compute_dtype
-from farstate.ops.ssd_factored import SMALLEST_LOG_DECAY, FactoredSSD
+from farstate.ops.ssd_factored import FactoredSSD, smallest_log_decay
 from farstate.ops.ssd_masked import MaskedSSD
 
 
@@ -138,7 +138,7 @@ def _plan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, chunk_length: int | None)
     shorter = length
     while shorter >= shortest:
         padded = F.pad(log_decays, (0, 0, 0, -time % shorter))
-        if padded.unflatten(1, (-1, shorter)).sum(2).min() >= SMALLEST_LOG_DECAY:
+        if padded.unflatten(1, (-1, shorter)).sum(2).min() >= smallest_log_decay(shorter):
             return shorter, True
         shorter //= 2
     return length, False
@@ -146,7 +146,9 @@ def _plan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, chunk_length: int | None)
 
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None) -> None:
     if x.dim() != 4 or B.dim() != 4 or x.shape[1] < 1:
-        raise ValueError(f"x must be (B, T, H, P) with T ≥ 1 and B must be (B, T, G, N), found {tuple(x.shape)} and {tuple(B.shape)}")
+        raise ValueError(
+            f"x must be (B, T, H, P) with T ≥ 1 and B must be (B, T, G, N), found {tuple(x.shape)} and {tuple(B.shape)}"
+        )
     batch, time, heads, channels = x.shape
     groups, state_size = B.shape[2:]
     if heads % groups:

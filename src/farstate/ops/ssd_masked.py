@@ -82,7 +82,7 @@ class MaskedSSD(torch.autograd.Function):
                 read = torch.bmm(C_c, states[:-1].view(-1, inner, state_size).mT).view_as(weighted)
                 y_c.addcmul_(read, from_start.unsqueeze(-1))
 
-            ctx.save_for_backward(x, dt, A, D, B_c, C_c, CB, L, to_end, from_start, states, y)
+            ctx.save_for_backward(x, dt, A, D, B_c, C_c, CB, L, to_end, from_start, states)
             ctx.length, ctx.has_initial, ctx.enters = length, initial_state is not None, enters
             ctx.set_materialize_grads(False)
             # A copy: the caller keeps the final state long after the states between chunks are freed.
@@ -91,7 +91,7 @@ class MaskedSSD(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, dt, A, D, B_c, C_c, CB, L, to_end, from_start, states, y = ctx.saved_tensors
+        x, dt, A, D, B_c, C_c, CB, L, to_end, from_start, states = ctx.saved_tensors
         length = ctx.length
         if dy is None and dfinal is None:
             return (None,) * 8
@@ -100,28 +100,36 @@ class MaskedSSD(torch.autograd.Function):
             state_size = B_c.shape[-1]
             count = time // length
             inner = heads * channels
-            dy = torch.zeros_like(y) if dy is None else dy
-            x_c, dt_c, y_c, dy_c = (chunks(t, length) for t in (x, dt, y, dy))
+            dy = torch.zeros_like(x) if dy is None else dy
+            x_c, dt_c, dy_c = (chunks(t, length) for t in (x, dt, dy))
 
-            # 1. Within the chunk: dM = dy uᵀ, of which only the part under the mask counts.
+            # 1. Within the chunk: dM = dy uᵀ, of which only the part under the mask counts. The decay at step k acts on the pairs
+            #    j < k ≤ i, so its gradient is Σ_{i≥k} Σ_{j<k} dM_ij M_ij. (Differences of row and column sums would give it too,
+            #    but strong decays leave nothing of it between them except rounding.)
             dy_heads = dy_c.transpose(2, 3).contiguous().view(-1, length, channels)
             u_heads = x.new_empty(count, batch, heads, length, channels)
             torch.mul(x_c.transpose(2, 3), dt_c.transpose(2, 3).unsqueeze(-1), out=u_heads)
-            scratch = torch.bmm(dy_heads, u_heads.view(-1, length, channels).mT).view_as(L)
-            dCB = scratch.mul_(L).sum(2).view(-1, length, length)
-            M = torch.mul(CB.view(count, batch, 1, length, length), L, out=scratch)
+            M = CB.view(count, batch, 1, length, length) * L
+            dM = torch.bmm(dy_heads, u_heads.view(-1, length, channels).mT).view_as(L)
+            before = torch.ones(length, length, dtype=x.dtype, device=x.device).triu_(1)
+            da = torch.matmul(dM * M, before).tril_().sum(-2).transpose(2, 3)
+            dCB = dM.mul_(L).sum(2).view(-1, length, length)
             du = torch.bmm(M.view(-1, length, length).mT, dy_heads).view_as(u_heads).transpose(2, 3)
             dB = torch.bmm(dCB.mT, C_c)
             dC = torch.bmm(dCB, B_c)
 
             # 2. Through the entering states, then backwards through the chunks; dstates[c] is the gradient of states[c].
+            #    All decays up to step i act on what step i reads of the entering state.
             after = dfinal is not None or count > 1
             dstates = None
             if ctx.enters:
+                entering = states[:-1].view(-1, inner, state_size)
                 dread = x.new_empty(count, batch, length, heads, channels)
                 torch.mul(dy_c, from_start.unsqueeze(-1), out=dread)
+                read = torch.bmm(C_c, entering.mT).view_as(dread)
+                da = da + head_sums(dread, read).flip(2).cumsum(2).flip(2)
                 dread = dread.view(-1, length, inner)
-                dC.baddbmm_(dread, states[:-1].view(-1, inner, state_size))
+                dC.baddbmm_(dread, entering)
                 dstates = torch.empty_like(states)
                 torch.bmm(dread.mT, C_c, out=dstates[:-1].view(-1, inner, state_size))
             elif after:
@@ -136,33 +144,26 @@ class MaskedSSD(torch.autograd.Function):
                 for c in range(count - 1, -1 if ctx.has_initial else 0, -1):
                     dstates[c].addcmul_(dstates[c + 1], decay[c])
 
-            # 3. Through the increments of the states.
+            # 3. Through the states that leave: all decays act on what entered, those after step j on the increment of step j.
             if dstates is not None and after:
                 dleaving = dstates[1:].view(-1, inner, state_size)
                 dweighted = torch.bmm(B_c, dleaving.mT).view(count, batch, length, heads, channels)
+                increment = head_sums(x_c, dweighted).mul_(dt_c * to_end)
+                da[:, :, 1:] += increment.cumsum(2)[:, :, :-1]
+                da = da + (from_start[:, :, -1] * (dstates[1:] * states[:-1]).sum((-2, -1))).unsqueeze(2)
                 du = torch.addcmul(du, dweighted, to_end.unsqueeze(-1))
                 weighted = torch.mul(x_c, (dt_c * to_end).unsqueeze(-1), out=dweighted)
                 dB.baddbmm_(weighted.view(-1, length, inner), dleaving)
 
-            # 4. Inputs. Each s_i appears as exp(s_i − …) in y_i, as exp(… − s_i) with u_i, and s_Q in the state after the
-            #    chunk, so ∂/∂s_i = dy_i·(y_i − D x_i) − du_i·u_i, and + ⟨dh', h'⟩ at i = Q. Then ∂/∂(dt A) sums from the end.
-            xdu = head_sums(x_c, du)
-            ds = head_sums(dy_c, y_c).double()
-            xdy = None if D is None else head_sums(x_c, dy_c)
-            if D is not None and xdy is not None:
-                ds -= D * xdy
-            ds -= dt_c * xdu
-            if dstates is not None and after:
-                ds[:, :, -1] += (dstates[1:] * states[1:]).sum((-2, -1))
-            da = ds.flip(2).cumsum(2).flip(2)
-            ddt = torch.addcmul(xdu, da.to(x.dtype), A)
-            dA = (da * dt_c).sum((0, 1, 2)).to(x.dtype)
+            # 4. Inputs.
+            ddt = torch.addcmul(head_sums(x_c, du), da, A)
+            dA = (da.double() * dt_c).sum((0, 1, 2)).to(x.dtype)
             dx = torch.empty(batch, time, heads, channels, dtype=x.dtype, device=x.device)
             torch.mul(du, dt_c.unsqueeze(-1), out=chunks(dx, length))
+            dD = None
             if D is not None:
                 dx.addcmul_(dy, D[:, None])
-            dD = None if xdy is None else xdy.sum((0, 1, 2))
-
+                dD = head_sums(x_c, dy_c).sum((0, 1, 2))
             dinitial = dstates[0] if ctx.has_initial and dstates is not None else None
             return dx, unchunk(ddt, batch), dA, unchunk(dB, batch), unchunk(dC, batch), dD, dinitial, None
 
