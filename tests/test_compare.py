@@ -68,11 +68,14 @@ def write_evaluation(
     ).write_parquet(folder / "perplexity.parquet")
     broken = None if broken_at is None else {"position": broken_at, "document": ids[0], "stretch": 0, "stretches": 1}
     labels = {"model": model, "arm": arm, "seed": seed}
-    write_manifest(
-        folder,
-        {"labels": labels, "context": context, "broken_at": {"carried": broken, "window": None, "reset": None}},
-        ["perplexity.parquet"],
-    )
+    stated = {
+        "labels": labels,
+        "context": context,
+        "broken_at": {"carried": broken, "window": None, "reset": None},
+        "parameters": 1000,
+        "parameters_without_embeddings": 400,
+    }
+    write_manifest(folder, stated, ["perplexity.parquet"])
     return folder
 
 

@@ -96,6 +96,7 @@ class Run:
     window: Floats
     reset: Floats
     broken_at: int | None
+    sizes: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,7 @@ def compare(
         output,
         {
             "figure": {"models": list(figure["models"]), "arms": list(figure["arms"])},
+            "models": {model: runs[model, BASE][0].sizes for model in figure["models"]},
             "compare": compare.model_dump(mode="json"),
             "interval": resamples.label,
             "n_documents": resamples.documents,
@@ -402,6 +404,7 @@ def _with_mean(group: list[Run]) -> Iterator[tuple[int | None, Run]]:
         np.mean([run.window for run in group], axis=0),
         np.mean([run.reset for run in group], axis=0),
         min(breaks, default=None),
+        first.sizes,
     )
     yield None, mean
     for run in group:
@@ -474,6 +477,7 @@ def _read(directory: Path) -> tuple[Run, Texts]:
         table["nll_window"].to_numpy().reshape(shape),
         table["nll_reset"].to_numpy().reshape(shape),
         None if broken is None else broken["position"],
+        {name: manifest[name] for name in ("parameters", "parameters_without_embeddings")},
     )
     return run, Texts(manifest["context"], found, tuple(units["document"]), tuple(units["stretch"]))
 

@@ -126,6 +126,8 @@ def evaluate(
         {
             "labels": {key: labels[key] for key in ("model", "arm", "seed")},
             "context": context,
+            "parameters": model.config.parameter_count(),
+            "parameters_without_embeddings": model.config.parameter_count(embeddings=False),
             "evaluate": evaluate.model_dump(mode="json"),
             "documents": documents,
             "stretches": len(texts),

@@ -48,14 +48,11 @@ def _context(report: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]
             "paper_model": report["paper_models"].get(name) if report["paper_values"] else None,
         }
     posttrain = report["posttrain"]
-    budget = (
-        f"{posttrain['steps']} post-training steps of {posttrain['recipe']['batch_tokens']:,} tokens an arm, "
-        "the same recipe and the same text for all arms"
-    )
+    budget = f"{posttrain['steps']} post-training steps of {posttrain['recipe']['batch_tokens']:,} tokens"
     code = commit()
     return {
         "models": models,
-        "scale": report["scale"],
+        "scale": "paper" if report["scale"] == "paper" else "demo",
         "budget": budget,
         "parameters": _printed(report),
         "provenance": {
