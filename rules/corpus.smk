@@ -86,7 +86,7 @@ rule tokenizer:
     message:
         "Making the tokenizer"
     shell:
-        "RAYON_NUM_THREADS={threads} farstate tokenizer {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+        "OMP_NUM_THREADS={threads} farstate tokenizer {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
 
 
 rule tokens:
@@ -114,7 +114,7 @@ rule tokens:
     message:
         "Tokenising {wildcards.run}"
     shell:
-        "RAYON_NUM_THREADS={threads} farstate tokens {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+        "OMP_NUM_THREADS={threads} farstate tokens {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
 
 
 rule store:

@@ -106,6 +106,7 @@ def tokenizer(record: Record, output: Output = None) -> None:
             [directory / "documents.parquet" for directory in stage.many("documents")],
             stage.output,
             archive=archives[0] / "archive" if archives else None,
+            threads=stage.threads,
         )
 
     _run(record, output, "tokenizer", work)
@@ -125,6 +126,7 @@ def tokens(record: Record, output: Output = None) -> None:
             Store.model_validate(stage.params["store"]),
             stage.params["vocabulary_size"],
             stage.output,
+            threads=stage.threads,
         )
 
     _run(record, output, "tokens", work)

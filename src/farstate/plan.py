@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from farstate import sources
+from farstate.corpus.sources import matches
 from farstate.errors import FarstateError
 from farstate.files import MANIFEST, read_json, write_json
 from farstate.grid import snapshot_file, snapshot_tokens
@@ -167,7 +168,7 @@ class Plan:
             entries = [(record["path"], record["sha256"]) for record in registered]
             if not entries:
                 entries = [(str(path), sources.UNREGISTERED) for path in sources.local_files(outside)]
-            entries = [entry for entry in entries if not _excluded(entry[0], source.exclude)]
+            entries = [entry for entry in entries if not any(matches(entry[0], pattern) for pattern in source.exclude)]
             if not entries:
                 entries = [(source.files or "", sources.UNREGISTERED)]
             for number, (path, content) in enumerate(entries):
@@ -520,12 +521,6 @@ def _nest(dotted: dict[str, Any]) -> dict[str, Any]:
             value = {part: value}
         nested = merge(nested, value)
     return nested
-
-
-def _excluded(path: str, patterns: tuple[str, ...]) -> bool:
-    from fnmatch import fnmatch
-
-    return any(fnmatch(path, pattern) for pattern in patterns)
 
 
 def command_line_overrides(values: dict[str, Any]) -> dict[str, Any]:
