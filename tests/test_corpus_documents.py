@@ -443,3 +443,13 @@ def test_real_pile_sample(tmp_path: Path) -> None:
     assert manifest["bytes"] == 4_385_599
     assert manifest["skipped"] == {}
     assert rows[0]["title"] == "pile_test_sample_small.jsonl.zst:1"
+
+
+@pytest.mark.parametrize("assign", ["train", "validation", "test"])
+def test_a_source_can_name_its_split(tmp_path: Path, assign: str) -> None:
+    """The original Pile's shards are split already: all documents of a source then go where it says."""
+    given = tmp_path / "val.jsonl"
+    given.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(20)))
+    source = Source(name="pile", files=str(given), assign=assign)
+    write_documents(source, Corpus(sources=(source,), split=Split(validation=0.3, test=0.3)), tmp_path / "out", files=[given])
+    assert set(pq.read_table(tmp_path / "out/documents.parquet")["split"].to_pylist()) == {assign}

@@ -53,6 +53,9 @@ class Source(Strict):
     hub: str | None = Field(None, description="a data set by its hub name, streamed")
     subset: str | None = Field(None, description="the hub data set's configuration")
     hub_split: str = Field("train", description="the hub data set's split to read")
+    assign: Literal["hash", "train", "validation", "test"] = Field(
+        "hash", description="hash: documents are split by corpus.split; otherwise all of this source go to one split"
+    )
     limit_documents: PositiveInt | None = Field(None, description="read no more than this many documents of the source")
 
     @model_validator(mode="after")

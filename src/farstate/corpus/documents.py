@@ -73,7 +73,7 @@ def write_documents(
                 elif not seen.add(identity):
                     tally.duplicates += 1
                 else:
-                    split = split_of(identity, corpus.split)
+                    split = split_of(identity, corpus.split) if source.assign == "hash" else source.assign
                     tally.keep(split, record.pile_set_name, size)
                     group.add(identity.hex()[:32], record.utf8, source.name, record.title, record.pile_set_name, size, split)
                     if progress:
