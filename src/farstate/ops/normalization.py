@@ -34,7 +34,7 @@ def naive_gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, epsilon: float, g
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """The same as `naive_rms_norm` up to rounding, with a backward pass of its own."""
     dtype = compute_dtype(x, weight)
-    result: Tensor = _RMSNorm.apply(x.to(dtype), weight.to(dtype), epsilon, 1)
+    result: Tensor = _RMSNorm.apply(x.to(dtype), weight.to(dtype), epsilon)
     return result.to(weight.dtype)
 
 
@@ -58,29 +58,32 @@ def _inverse_rms(x: Tensor, epsilon: float, groups: int) -> Tensor:
     return mean_square.add_(epsilon).rsqrt_()
 
 
-def _norm_backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight for y = x · scale(x) · weight; scale (..., groups, 1)."""
+def _norm_backward(dy: Tensor, normed: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight for y = normed · weight, normed = x · scale(x); scale (..., groups, 1)."""
     groups = scale.shape[-2]
-    normed = (x.unflatten(-1, (groups, -1)) * scale).flatten(-2)
-    dweight = (dy * normed).flatten(0, -2).sum(0)
-    dnormed = dy * weight
-    overlap = (dnormed * normed).unflatten(-1, (groups, -1)).mean(-1, keepdim=True)
-    dx = dnormed.unflatten(-1, (groups, -1)).addcmul_(normed.unflatten(-1, (groups, -1)), overlap, value=-1.0).mul_(scale)
+    product = dy * normed
+    dweight = product.flatten(0, -2).sum(0)
+    # Mean of dy · normed · weight over each group, as one matrix-vector product a group: (groups, rows, 1).
+    parts = product.view(-1, groups, product.shape[-1] // groups).transpose(0, 1)
+    overlap = torch.bmm(parts, weight.view(groups, -1, 1)).div_(parts.shape[-1]).transpose(0, 1).reshape(scale.shape)
+    dx = torch.mul(dy, weight, out=product).unflatten(-1, (groups, -1))
+    dx.addcmul_(normed.unflatten(-1, (groups, -1)), overlap, value=-1.0).mul_(scale)
     return dx.flatten(-2), dweight
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, groups: int) -> Tensor:
-        scale = _inverse_rms(x, epsilon, groups)
-        ctx.save_for_backward(x, weight, scale)
-        return (x.unflatten(-1, (groups, -1)) * scale).flatten(-2).mul_(weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        scale = _inverse_rms(x, epsilon, 1)
+        normed = x * scale.squeeze(-2)
+        ctx.save_for_backward(normed, weight, scale)
+        return normed * weight
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        return *_norm_backward(dy, x, weight, scale), None, None
+        normed, weight, scale = ctx.saved_tensors
+        return *_norm_backward(dy, normed, weight, scale), None
 
 
 class _GatedRMSNorm(torch.autograd.Function):
@@ -88,17 +91,17 @@ class _GatedRMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, epsilon: float, groups: int) -> Tensor:
         sigmoid = torch.sigmoid(z)
         gate = sigmoid * z
-        gated = gate * x
-        scale = _inverse_rms(gated, epsilon, groups)
-        ctx.save_for_backward(x, gate, sigmoid, gated, weight, scale)
-        return (gated.unflatten(-1, (groups, -1)) * scale).flatten(-2).mul_(weight)
+        normed = gate * x
+        scale = _inverse_rms(normed, epsilon, groups)
+        normed.unflatten(-1, (groups, -1)).mul_(scale)
+        ctx.save_for_backward(x, gate, sigmoid, normed, weight, scale)
+        return normed * weight
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, sigmoid, gated, weight, scale = ctx.saved_tensors
-        dgated, dweight = _norm_backward(dy, gated, weight, scale)
-        dx = dgated * gate
+        x, gate, sigmoid, normed, weight, scale = ctx.saved_tensors
+        dgated, dweight = _norm_backward(dy, normed, weight, scale)
         # d silu(z) / dz = σ + g (1 − σ) with g = z σ.
         dz = torch.add(sigmoid, gate).addcmul_(gate, sigmoid, value=-1.0).mul_(x).mul_(dgated)
-        return dx, dz, dweight, None, None
+        return dgated.mul_(gate), dz, dweight, None, None
