@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-BLOCK = 16_384
+BLOCK = 4096
 SCHEMA = pa.schema(
     [
         pa.field("position", pa.int64()),
