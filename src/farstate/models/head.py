@@ -94,22 +94,25 @@ def _prepare(
     return hidden.reshape(-1, hidden.shape[-1]), head_weight, chunk_tokens, factors
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def _product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """left @ right in float32 (or float64) from half-precision factors; only a GPU has an instruction for it."""
     if left.dtype in (torch.bfloat16, torch.float16):
         if left.is_cuda:
             return torch.mm(left, right, out_dtype=torch.float32)
-        return torch.mm(left.float(), right.float())
-    return torch.mm(left, right)
+        left, right = left.float(), right.float()
+    return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
 
 
 def _chunks_of_logits(
     hidden: Tensor, head_weight: Tensor, targets: Tensor, chunk_tokens: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """For each chunk: its rows, its logits (rows, V), the logit of each target (rows,)."""
-    for start in range(0, hidden.shape[0], chunk_tokens):
+    """For each chunk: its rows, its logits (rows, V), the logit of each target (rows,). The logits' memory is used again."""
+    count = hidden.shape[0]
+    dtype = compute_dtype(hidden, head_weight)
+    buffer = torch.empty(min(chunk_tokens, count), head_weight.shape[0], dtype=dtype, device=hidden.device)
+    for start in range(0, count, chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        logits = _product(hidden[rows], head_weight.t())
+        logits = _product(hidden[rows], head_weight.t(), out=buffer[: min(chunk_tokens, count - start)])
         yield rows, logits, logits.gather(1, targets[rows, None]).squeeze(1)
 
 
