@@ -32,10 +32,10 @@ test: env gates
 gates: env
 	ruff check .
 	ruff format --check .
-	snakefmt --check --quiet workflow rules
+	snakefmt --check workflow rules
 	mypy
 	farstate schema --check
-	snakemake --lint
+	python tests/lint_workflow.py
 
 bench: env
 	python benchmarks/training_step.py

@@ -1,4 +1,4 @@
-# What every rule file uses: the plan of this call, wildcard constraints, and functions for inputs and parameters.
+# Shared by all of these files. The plan of this call, wildcard constraints, functions for inputs and parameters.
 
 from pathlib import Path
 
@@ -22,7 +22,11 @@ try:
         overrides=workflow.config_settings.config,
         repository=Path(workflow.basedir).parent,
         main=workflow.is_main_process,
-        targets=sorted(map(str, workflow.dag_settings.targets)) if workflow.dag_settings else [],
+        targets=(
+            sorted(map(str, workflow.dag_settings.targets))
+            if workflow.dag_settings
+            else []
+        ),
     )
 except FarstateError as error:
     raise WorkflowError(str(error))
@@ -34,7 +38,9 @@ PAGES = [path for page in PLAN.pages.values() for path in page.outputs.values()]
 
 def upstream(pattern, manifests_only=()):
     """Inputs by role of the stage whose directory follows the pattern."""
-    return farstate_workflow.input_function(PLAN, pattern, ancient, manifests_only=manifests_only)
+    return farstate_workflow.input_function(
+        PLAN, pattern, ancient, manifests_only=manifests_only
+    )
 
 
 def record(pattern):
@@ -45,3 +51,12 @@ def record(pattern):
 def manifests(phase):
     """The manifests of every result of a phase."""
     return [stage.manifest for stage in PLAN.of(phase=phase)]
+
+
+def page_inputs(wildcards):
+    """The page's small manifest, which is not ancient: it is dated before a page that already shows its keys."""
+    page = PLAN.pages[wildcards.figure]
+    return {
+        "wanted": page.manifest,
+        "comparison": [ancient(path) for path in page.comparison.outputs],
+    }

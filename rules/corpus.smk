@@ -22,13 +22,13 @@ rule fetch:
         "logs/corpus/package.{run}-{key}.log",
     benchmark:
         "logs/benchmarks/corpus/package.{run}-{key}.tsv"
-    params:
-        stage=record("results/corpus/package.{run}-{key}"),
-        output=subpath(output.manifest, parent=True),
     threads: 1
     resources:
         mem_mb=500,
         runtime=30,
+    params:
+        stage=record("results/corpus/package.{run}-{key}"),
+        output=subpath(output.manifest, parent=True),
     message:
         "Fetching {wildcards.run}"
     shell:
@@ -49,13 +49,13 @@ rule documents:
         "logs/corpus/documents.{run}-{key}.log",
     benchmark:
         "logs/benchmarks/corpus/documents.{run}-{key}.tsv"
-    params:
-        stage=record("results/corpus/documents.{run}-{key}"),
-        output=subpath(output.manifest, parent=True),
     threads: 1
     resources:
         mem_mb=2000,
         runtime=240,
+    params:
+        stage=record("results/corpus/documents.{run}-{key}"),
+        output=subpath(output.manifest, parent=True),
     message:
         "Reading documents of {wildcards.run}"
     shell:
@@ -76,13 +76,13 @@ rule tokenizer:
         "logs/corpus/tokenizer.{run}-{key}.log",
     benchmark:
         "logs/benchmarks/corpus/tokenizer.{run}-{key}.tsv"
-    params:
-        stage=record("results/corpus/tokenizer.{run}-{key}"),
-        output=subpath(output.manifest, parent=True),
     threads: THREADS.tokens
     resources:
         mem_mb=8000,
         runtime=120,
+    params:
+        stage=record("results/corpus/tokenizer.{run}-{key}"),
+        output=subpath(output.manifest, parent=True),
     message:
         "Making the tokenizer"
     shell:
@@ -104,13 +104,13 @@ rule tokens:
         "logs/corpus/tokens.{run}-{key}.log",
     benchmark:
         "logs/benchmarks/corpus/tokens.{run}-{key}.tsv"
-    params:
-        stage=record("results/corpus/tokens.{run}-{key}"),
-        output=subpath(output.manifest, parent=True),
     threads: THREADS.tokens
     resources:
         mem_mb=4000,
         runtime=240,
+    params:
+        stage=record("results/corpus/tokens.{run}-{key}"),
+        output=subpath(output.manifest, parent=True),
     message:
         "Tokenising {wildcards.run}"
     shell:
@@ -132,13 +132,13 @@ rule store:
         "logs/corpus/store-{key}.log",
     benchmark:
         "logs/benchmarks/corpus/store-{key}.tsv"
-    params:
-        stage=record("results/corpus/store-{key}"),
-        output=subpath(output.manifest, parent=True),
     threads: 1
     resources:
         mem_mb=2000,
         runtime=30,
+    params:
+        stage=record("results/corpus/store-{key}"),
+        output=subpath(output.manifest, parent=True),
     message:
         "Indexing the token store"
     shell:

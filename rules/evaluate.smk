@@ -17,14 +17,14 @@ rule perplexity:
         ),
     log:
         "logs/evaluate/perplexity.{run}-{key}.log",
-    params:
-        stage=record("results/evaluate/perplexity.{run}-{key}"),
-        output=subpath(output.manifest, parent=True),
     cache: True
     threads: THREADS.evaluate
     resources:
         mem_mb=8000,
         runtime=480,
+    params:
+        stage=record("results/evaluate/perplexity.{run}-{key}"),
+        output=subpath(output.manifest, parent=True),
     message:
         "Measuring the perplexity of {wildcards.run}"
     shell:
@@ -54,13 +54,13 @@ rule compare:
         "logs/evaluate/{figure}-{key}.log",
     benchmark:
         "logs/benchmarks/evaluate/{figure}-{key}.tsv"
-    params:
-        stage=record("results/evaluate/{figure}-{key}"),
-        output=subpath(output.manifest, parent=True),
     threads: 1
     resources:
         mem_mb=4000,
         runtime=60,
+    params:
+        stage=record("results/evaluate/{figure}-{key}"),
+        output=subpath(output.manifest, parent=True),
     message:
         "Comparing the arms of {wildcards.figure}"
     shell:

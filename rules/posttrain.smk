@@ -19,14 +19,14 @@ rule posttrain:
         ),
     log:
         "logs/posttrain/{model}.{arm}.s{seed}-{key}.log",
-    params:
-        stage=record("results/posttrain/{model}.{arm}.s{seed}-{key}"),
-        output=subpath(output.manifest, parent=True),
     cache: True
     threads: THREADS.posttrain
     resources:
         mem_mb=8000,
         runtime=720,
+    params:
+        stage=record("results/posttrain/{model}.{arm}.s{seed}-{key}"),
+        output=subpath(output.manifest, parent=True),
     message:
         "Post-training {wildcards.model}: {wildcards.arm}, seed {wildcards.seed}"
     shell:

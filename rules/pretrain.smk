@@ -19,14 +19,14 @@ rule pretrain:
         ),
     log:
         "logs/pretrain/{model}.s{seed}-{key}.log",
-    params:
-        stage=record("results/pretrain/{model}.s{seed}-{key}"),
-        output=subpath(output.manifest, parent=True),
     cache: True
     threads: THREADS.pretrain
     resources:
         mem_mb=8000,
         runtime=1440,
+    params:
+        stage=record("results/pretrain/{model}.s{seed}-{key}"),
+        output=subpath(output.manifest, parent=True),
     message:
         "Pre-training {wildcards.model}, seed {wildcards.seed}"
     shell:
@@ -46,13 +46,13 @@ rule import_checkpoint:
         "logs/pretrain/checkpoint.{model}-{key}.log",
     benchmark:
         "logs/benchmarks/pretrain/checkpoint.{model}-{key}.tsv"
-    params:
-        stage=record("results/pretrain/checkpoint.{model}-{key}"),
-        output=subpath(output.manifest, parent=True),
     threads: 1
     resources:
         mem_mb=16000,
         runtime=60,
+    params:
+        stage=record("results/pretrain/checkpoint.{model}-{key}"),
+        output=subpath(output.manifest, parent=True),
     message:
         "Importing the checkpoint of {wildcards.model}"
     shell:

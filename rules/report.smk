@@ -4,15 +4,6 @@
 # Outputs: reports/<figure>.html and, beside it, .svg .png .json .parquet
 
 
-def page_inputs(wildcards):
-    """The page's small manifest, which is not ancient: it is dated before a page that already shows its keys."""
-    page = PLAN.pages[wildcards.figure]
-    return {
-        "wanted": page.manifest,
-        "comparison": [ancient(path) for path in page.comparison.outputs],
-    }
-
-
 rule report:
     """Draw a figure's page."""
     input:

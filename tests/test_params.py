@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from farstate.errors import FarstateError
 from farstate.params import Params, flatten, load, merge, read_yaml, validate
 from farstate.plan import command_line_overrides
@@ -55,11 +56,19 @@ def test_the_configurations_write_every_leaf_down(name: str) -> None:
 
 BAD = {
     "misspelt key": ("posttrain.stps", 3, ["posttrain.stps", "did you mean 'steps'"]),
-    "misspelt key in an arm": ("posttrain.arms.state_passing.reset_prob", 0.1, ["posttrain.arms.state_passing.reset_prob", "unknown"]),
+    "misspelt key in an arm": (
+        "posttrain.arms.state_passing.reset_prob",
+        0.1,
+        ["posttrain.arms.state_passing.reset_prob", "unknown"],
+    ),
     "misspelt top key": ("pretrian", {}, ["pretrian", "did you mean 'pretrain'"]),
     "wrong type": ("posttrain.steps", "many", ["posttrain.steps", "'many'", "integer"]),
     "number as text": ("pretrain.recipe.peak_learning_rate", "3e-3", ["pretrain.recipe.peak_learning_rate", "'3e-3'"]),
-    "out of range": ("posttrain.arms.state_passing.reset_probability", 1.5, ["reset_probability", "1.5", "less than or equal to 1"]),
+    "out of range": (
+        "posttrain.arms.state_passing.reset_probability",
+        1.5,
+        ["reset_probability", "1.5", "less than or equal to 1"],
+    ),
     "not a number": ("compare.tolerance", float("nan"), ["compare.tolerance"]),
     "unknown choice": ("evaluate.split", "train", ["evaluate.split", "'validation' or 'test'"]),
     "unknown arm kind": ("posttrain.arms.control.initial_state", "zeros", ["posttrain.arms.control", "'state_passing'"]),
@@ -80,7 +89,11 @@ BAD = {
         {"name": "a", "package": "x==1"},
         ["corpus.sources[0]", "sha256"],
     ),
-    "unpinned package": ("corpus.sources.0", {"name": "a", "package": "x>=1", "members": "*"}, ["corpus.sources[0].package", "'x>=1'"]),
+    "unpinned package": (
+        "corpus.sources.0",
+        {"name": "a", "package": "x>=1", "members": "*"},
+        ["corpus.sources[0].package", "'x>=1'"],
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from conftest import REPOSITORY
 from farstate import keys, sources
 from farstate.errors import FarstateError

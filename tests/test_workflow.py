@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from conftest import REPOSITORY, environment, make_clone, run
 from farstate.files import sha256_file
 from farstate.params import merge
@@ -55,7 +56,9 @@ def test_the_whole_pipeline_and_a_second_call(finished_clone: Path) -> None:
     for manifest in finished_clone.glob("results/*/*/manifest.json"):
         for name, record in json.loads(manifest.read_text())["files"].items():
             assert sha256_file(manifest.parent / name) == record["sha256"]
-    leftovers = [path for path in (finished_clone / ".farstate/scratch").rglob("*") if path.is_file() and path.stat().st_size > 64]
+    leftovers = [
+        path for path in (finished_clone / ".farstate/scratch").rglob("*") if path.is_file() and path.stat().st_size > 64
+    ]
     assert leftovers == [], "checkpoints for resuming are deleted at success"
     assert list((finished_clone / "logs").rglob("*.provenance.json"))
 
@@ -64,7 +67,17 @@ EDITS = {
     "nothing": ({}, {}),
     "corpus": (
         {"corpus": {"split": {"salt": "other"}}},
-        {"documents": 1, "tokenizer": 1, "tokens": 1, "store": 1, "pretrain": 1, "posttrain": 5, "perplexity": 6, "compare": 1, "report": 1},
+        {
+            "documents": 1,
+            "tokenizer": 1,
+            "tokens": 1,
+            "store": 1,
+            "pretrain": 1,
+            "posttrain": 5,
+            "perplexity": 6,
+            "compare": 1,
+            "report": 1,
+        },
     ),
     "tokenizer": (
         {"tokenizer": {"vocabulary_size": 300}},
@@ -130,7 +143,9 @@ def test_10_recorded_but_absent_results_are_never_recomputed_silently(clone_with
     assert planned(clone, "--config", 'report={"note": "x"}') == {"report": 1}
     done = run(clone, "snakemake", "-n", "--config", 'evaluate={"length": 128}', check=False)
     assert done.returncode != 0
-    assert re.search(r"recorded in dvc\.lock but absent here; run `dvc pull results/corpus results/pretrain results/posttrain`", done.stdout)
+    assert re.search(
+        r"recorded in dvc\.lock but absent here; run `dvc pull results/corpus results/pretrain results/posttrain`", done.stdout
+    )
     plan = planned(clone, "--config", 'evaluate={"length": 128}', "recompute=true")
     assert plan["pretrain"] == 1
     assert plan["perplexity"] == 6
@@ -201,7 +216,7 @@ def test_9_clones_that_share_an_output_cache_train_once(finished_clone: Path, tm
         shutil.copytree(finished_clone / "results/corpus", clone / "results/corpus")
         done = run(clone, "snakemake", "--profile", "profiles/cache", "pretrained", SNAKEMAKE_OUTPUT_CACHE=str(cache))
         made.append(weights(clone, "pretrain"))
-        log = [path for path in (clone / "logs/pretrain").glob("*.log")]
+        log = list((clone / "logs/pretrain").glob("*.log"))
         assert bool(log) == (name == "one"), done.stdout[-2000:]
     assert made[0] == made[1]
 
@@ -267,7 +282,12 @@ def test_two_runs_at_once_are_refused(clone_with_results: Path) -> None:
     directory = json.loads(record.read_text())["directory"]
     shutil.rmtree(clone / directory)
     first = subprocess.Popen(
-        ["farstate", "pretrain", str(record)], cwd=clone, env=environment(clone), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ["farstate", "pretrain", str(record)],
+        cwd=clone,
+        env=environment(clone),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         deadline = time.monotonic() + 60
