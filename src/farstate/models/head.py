@@ -116,6 +116,15 @@ def _chunks_of_logits(
         yield rows, logits, logits.gather(1, targets[rows, None]).squeeze(1)
 
 
+def _softmax_in_place(logits: Tensor) -> Tensor:
+    """Turn logits (rows, V) into probabilities and return log Σ exp of the logits, (rows,).
+
+    One exponential serves both: log Σ exp = max logit − log max probability, and that probability is at least 1 / V.
+    """
+    largest = logits.amax(1)
+    return largest - torch.softmax(logits, dim=1, out=logits).amax(1).log()
+
+
 class _TokenNLL(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -125,7 +134,7 @@ class _TokenNLL(torch.autograd.Function):
             nll = torch.empty(targets.shape, dtype=compute_dtype(hidden, head_weight), device=hidden.device)
             chunks = _chunks_of_logits(hidden.to(factors), head_weight.to(factors), targets, chunk_tokens)
             for rows, logits, target_logits in chunks:
-                nll[rows] = torch.logsumexp(logits, dim=1) - target_logits
+                nll[rows] = _softmax_in_place(logits) - target_logits
         ctx.save_for_backward(hidden, head_weight, targets)
         ctx.chunk_tokens, ctx.factors = chunk_tokens, factors
         return nll
@@ -138,8 +147,7 @@ class _TokenNLL(torch.autograd.Function):
             left, right = hidden.to(ctx.factors), head_weight.to(ctx.factors)
             gradients = _Gradients(left, right, *ctx.needs_input_grad[:2])
             for rows, logits, _ in _chunks_of_logits(left, right, targets, ctx.chunk_tokens):
-                probabilities = torch.softmax(logits, dim=1, out=logits)
-                gradients.add(rows, probabilities, targets[rows], dnll[rows])
+                gradients.add(rows, torch.softmax(logits, dim=1, out=logits), targets[rows], dnll[rows])
         return gradients.of_hidden(hidden.dtype), gradients.of_weight(head_weight.dtype), None, None, None
 
 
@@ -163,11 +171,8 @@ class _MeanNLL(torch.autograd.Function):
             gradients = _Gradients(left, right, *ctx.needs_input_grad[:2])
             nll = torch.empty(count, dtype=dtype, device=hidden.device)
             for rows, logits, target_logits in _chunks_of_logits(left, right, targets, chunk_tokens):
-                # One exponential serves both: log Σ exp = max logit − log max probability, and that probability is ≥ 1 / V.
-                largest = logits.amax(1)
-                probabilities = torch.softmax(logits, dim=1, out=logits)
-                nll[rows] = largest - probabilities.amax(1).log() - target_logits
-                gradients.add(rows, probabilities, targets[rows], weights[rows])
+                nll[rows] = _softmax_in_place(logits) - target_logits
+                gradients.add(rows, logits, targets[rows], weights[rows])
             # In float64: the sum over many tokens loses nothing.
             loss = torch.dot(nll.double(), weights.double()).to(dtype)
         ctx.save_for_backward(gradients.of_hidden(hidden.dtype), gradients.of_weight(head_weight.dtype))

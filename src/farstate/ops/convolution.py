@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from farstate.ops.precision import compute_dtype
+from farstate.ops.slices import row_slices
 
 Activation = Literal["silu"] | None
 
@@ -89,20 +90,14 @@ class _CausalConvolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None, silu: bool) -> Tensor:
-        width, time = weight.shape[1], x.shape[1]
         taps = weight.t().contiguous()
-        y = x * taps[-1] if bias is None else torch.addcmul(bias, x, taps[-1])
-        for lag in range(1, width):
-            if lag < time:
-                y[:, lag:].addcmul_(x[:, : time - lag], taps[-1 - lag])
-            if past is not None:
-                reach = min(lag, time)
-                start = width - 1 - lag
-                y[:, :reach].addcmul_(past[..., start : start + reach].transpose(1, 2), taps[-1 - lag])
-        sigmoid = None
-        if silu:
-            sigmoid = torch.sigmoid(y)
-            y *= sigmoid
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        sigmoid = torch.empty_like(y) if silu else None
+        for rows in row_slices(x):
+            value = y[rows]
+            _convolve(x[rows], taps, bias, None if past is None else past[rows], value)
+            if sigmoid is not None:
+                value *= torch.sigmoid(value, out=sigmoid[rows])
         ctx.save_for_backward(x, taps, past, sigmoid, y if silu else None)
         ctx.has_bias = bias is not None
         return y
@@ -111,28 +106,62 @@ class _CausalConvolution(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, taps, past, sigmoid, y = ctx.saved_tensors
-        width, time = taps.shape[0], x.shape[1]
-        if sigmoid is not None:
-            # d silu(v) / dv = σ + y (1 − σ) with y = v σ: no second exponential.
-            dy = torch.add(sigmoid, y).addcmul_(y, sigmoid, value=-1.0).mul_(dy)
-        dx = dy * taps[-1]
-        dtaps = torch.empty_like(taps)
-        product = torch.mul(dy, x)
-        torch.sum(product, (0, 1), out=dtaps[-1])
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dtaps = torch.zeros_like(taps)
+        dbias = torch.zeros_like(taps[0]) if ctx.has_bias else None
         dpast = None if past is None or not ctx.needs_input_grad[3] else torch.zeros_like(past)
-        for lag in range(1, width):
-            tap = taps[-1 - lag]
-            total = dtaps[-1 - lag].zero_()
-            if lag < time:
-                dx[:, : time - lag].addcmul_(dy[:, lag:], tap)
-                # Packed densely into the same memory: the sum over a strided tensor takes several times as long.
-                packed = product.view(-1)[: x.shape[0] * (time - lag) * x.shape[2]].view(x.shape[0], time - lag, x.shape[2])
-                total += torch.mul(dy[:, lag:], x[:, : time - lag], out=packed).sum((0, 1))
-            if past is not None:
-                reach = min(lag, time)
-                start = width - 1 - lag
-                early, before = dy[:, :reach], past[..., start : start + reach].transpose(1, 2)
-                total += (early * before).sum((0, 1))
-                if dpast is not None:
-                    dpast[..., start : start + reach] += (early * tap).transpose(1, 2)
-        return dx, dtaps.t(), dy.sum((0, 1)) if ctx.has_bias else None, dpast, None
+        for rows in row_slices(x):
+            dvalue = dy[rows]
+            if sigmoid is not None:
+                # d silu(v) / dv = σ + y (1 − σ) with y = v σ: no second exponential.
+                dvalue = torch.add(sigmoid[rows], y[rows]).addcmul_(y[rows], sigmoid[rows], value=-1.0).mul_(dvalue)
+            if dbias is not None:
+                dbias += dvalue.sum((0, 1))
+            _convolve_backward(
+                dvalue,
+                x[rows],
+                taps,
+                None if past is None else past[rows],
+                dx[rows],
+                dtaps,
+                None if dpast is None else dpast[rows],
+            )
+        return dx, dtaps.t(), dbias, dpast, None
+
+
+def _convolve(x: Tensor, taps: Tensor, bias: Tensor | None, past: Tensor | None, out: Tensor) -> None:
+    """Write Σ_lag taps[−1 − lag] · x[t − lag] + bias to `out`; x, out (B, T, C), taps (width, C), past (B, C, width − 1)."""
+    width, time = taps.shape[0], x.shape[1]
+    if bias is None:
+        torch.mul(x, taps[-1], out=out)
+    else:
+        torch.addcmul(bias, x, taps[-1], out=out)
+    for lag in range(1, width):
+        if lag < time:
+            out[:, lag:].addcmul_(x[:, : time - lag], taps[-1 - lag])
+        if past is not None:
+            reach, start = min(lag, time), width - 1 - lag
+            out[:, :reach].addcmul_(past[..., start : start + reach].transpose(1, 2), taps[-1 - lag])
+
+
+def _convolve_backward(
+    dout: Tensor, x: Tensor, taps: Tensor, past: Tensor | None, dx: Tensor, dtaps: Tensor, dpast: Tensor | None
+) -> None:
+    """Write the gradient of x to `dx` and add those of taps and past to theirs; shapes as in `_convolve`."""
+    width, (batch, time, channels) = taps.shape[0], x.shape
+    torch.mul(dout, taps[-1], out=dx)
+    product = torch.mul(dout, x)
+    dtaps[-1] += product.sum((0, 1))
+    for lag in range(1, width):
+        tap, total = taps[-1 - lag], dtaps[-1 - lag]
+        if lag < time:
+            dx[:, : time - lag].addcmul_(dout[:, lag:], tap)
+            # Packed densely into the same memory: the sum over a strided tensor takes several times as long.
+            packed = product.view(-1)[: batch * (time - lag) * channels].view(batch, time - lag, channels)
+            total += torch.mul(dout[:, lag:], x[:, : time - lag], out=packed).sum((0, 1))
+        if past is not None:
+            reach, start = min(lag, time), width - 1 - lag
+            early, before = dout[:, :reach], past[..., start : start + reach].transpose(1, 2)
+            total += (early * before).sum((0, 1))
+            if dpast is not None:
+                dpast[..., start : start + reach] += (early * tap).transpose(1, 2)
