@@ -1,6 +1,6 @@
 """Training steps per second against transformers' Mamba-2, both on this CPU, in one run.
 
-    python benchmarks/training_step.py [--threads 2] [--repeats 7] [--sizes small large] [--compile] [--json FILE]
+    python benchmarks/training_step.py [--threads 2] [--repeats 7] [--sizes small large large-few-heads] [--compile] [--json FILE]
 
 Forward, backward, AdamW; float32; same sizes, vocabulary, batch and number of threads. The steps of all contestants
 alternate, so that a busy machine slows them alike; medians are reported. transformers runs its torch path at the default
@@ -44,7 +44,8 @@ class Size:
 
 SIZES = {
     "small": Size("small", width=64, layers=2, state_size=64, head_size=16, batch=128, time=32),
-    "large": Size("large", width=128, layers=4, state_size=64, head_size=64, batch=16, time=256),
+    "large": Size("large", width=128, layers=4, state_size=64, head_size=16, batch=16, time=256),
+    "large-few-heads": Size("large-few-heads", width=128, layers=4, state_size=64, head_size=64, batch=16, time=256),
 }
 
 
