@@ -15,7 +15,6 @@ class RunSettings:
         threads: CPU threads; None leaves torch's choice. Equal bits are promised for equal threads on one machine.
         checkpoint_seconds: time between checkpoints for resuming; stretched where writing one takes over 5 % of it.
         checkpoint_steps: a checkpoint every so many steps as well; None for none.
-        compile: run the model through `torch.compile`.
 
     Raises:
         ValueError: a value out of range.
@@ -25,7 +24,6 @@ class RunSettings:
     threads: int | None = None
     checkpoint_seconds: float = 60.0
     checkpoint_steps: int | None = None
-    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:

@@ -228,7 +228,7 @@ def _train(job: _Job, output: Path, scratch: Path, settings: RunSettings, manife
         files = checkpoint.files
         metric_rows, age_rows = checkpoint.tensors["metrics"], checkpoint.tensors.get("ages")
     ages = Ages(age_rows) if job.keeps_ages else None
-    step_of = _Step(job, optimizer, torch.compile(model) if settings.compile else model)
+    step_of = _Step(job, optimizer)
     kept = f"checkpoints are kept in {scratch}"
 
     with (
@@ -277,17 +277,15 @@ def _train(job: _Job, output: Path, scratch: Path, settings: RunSettings, manife
         "device": torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
-        "compile": settings.compile,
     }
 
 
 class _Step:
     """One optimizer step; called with its number from 0, it returns mean loss (nats per token), gradient norm, rate."""
 
-    def __init__(self, job: _Job, optimizer: torch.optim.Optimizer, forward: Any) -> None:
+    def __init__(self, job: _Job, optimizer: torch.optim.Optimizer) -> None:
         self._job = job
         self._optimizer = optimizer
-        self._forward = forward
         self._parameters = list(job.model.parameters())
 
     def __call__(self, step: int, ages: Ages | None) -> tuple[float, float, float]:
@@ -302,7 +300,7 @@ class _Step:
             if ages is not None:
                 given.append(job.intervention.ages())
             with precision_context(recipe.precision, job.device):
-                hidden, final_state = self._forward(part.tokens[:, :-1], state)
+                hidden, final_state = job.model(part.tokens[:, :-1], state)
                 loss = mean_nll(
                     hidden, job.model.head_weight, part.tokens[:, 1:], vocabulary_size=job.model.config.vocabulary_size
                 )
