@@ -1,5 +1,7 @@
 # Shared by all of these files. The plan of this call, wildcard constraints, functions for inputs and parameters.
 
+import os
+import sys
 from pathlib import Path
 
 from farstate import workflow as farstate_workflow
@@ -30,6 +32,10 @@ try:
     )
 except FarstateError as error:
     raise WorkflowError(str(error))
+
+# Threads of a cluster job are bounded by its node, not by the cores of the machine that submits it.
+if farstate_workflow.runs_elsewhere(sys.argv, os.environ):
+    workflow.global_resources["_cores"] = 4096
 
 PLAN = OPENED.plan
 THREADS = OPENED.settings.threads

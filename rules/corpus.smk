@@ -4,6 +4,11 @@
 # Outputs: results/corpus/store-<key>/store.json, the index over results/corpus/tokens.*-<key>/tokens.bin
 
 
+# Compute nodes often have no network.
+localrules:
+    fetch,
+
+
 rule corpus:
     """The token store and all it stands on."""
     input:

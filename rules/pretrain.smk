@@ -2,6 +2,8 @@
 #
 # Inputs:  the token store (params: models, pretrain), or a published checkpoint
 # Outputs: results/pretrain/<model>.s<seed>-<key>/ or checkpoint.<model>-<key>/, with config.json and model.safetensors
+#
+# Rules with `cache:` may have no `benchmark:`; the time they took stands in their provenance, beside the log.
 
 
 rule pretrain:

@@ -321,17 +321,22 @@ def test_damaged_archive(tmp_path: Path, kind: str) -> None:
 def test_hub_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def load_dataset(path: str, name: str | None, *, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
-        asked.update(path=path, name=name, split=split, streaming=streaming)
+    def load_dataset(
+        path: str, name: str | None, *, split: str, revision: str | None, streaming: bool
+    ) -> Iterator[dict[str, Any]]:
+        asked.update(path=path, name=name, split=split, streaming=streaming, revision=revision)
         return iter([{"text": "one", "meta": {"pile_set_name": "Pile-CC"}}, {"text": "two"}])
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     rows, _ = run(tmp_path, {"hub": "someone/set", "subset": "part", "hub_split": "validation"})
-    assert asked == {"path": "someone/set", "name": "part", "split": "validation", "streaming": True}
+    assert asked == {"path": "someone/set", "name": "part", "split": "validation", "streaming": True, "revision": None}
     assert [(row["text"], row["title"], row["pile_set_name"]) for row in rows] == [
         ("one", "someone/set:1", "Pile-CC"),
         ("two", "someone/set:2", None),
     ]
+    source = Source(name="it", hub="someone/set")
+    write_documents(source, Corpus(sources=(source,)), tmp_path / "pinned", revision="0123abc")
+    assert asked["revision"] == "0123abc", "what is registered is what is read"
 
 
 def test_hub_offline_in_a_process_of_its_own(tmp_path: Path) -> None:

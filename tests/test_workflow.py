@@ -1,6 +1,6 @@
 """The workflow as a workflow: Snakemake and DVC as a user calls them, in clones of the working tree.
 
-The numbers in the names are those of docs/architecture.md's list of behaviours.
+The numbers in the names are those of the list in docs/architecture.md, "What holds".
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import pytest
 import yaml
 
 from conftest import REPOSITORY, environment, make_clone, run
-from farstate.files import sha256_file
+from farstate.files import only_one, sha256_file
 from farstate.params import merge
+from farstate.plan import RUN_LOCK
 
 pytestmark = [pytest.mark.workflow, pytest.mark.xdist_group("workflow")]
 
@@ -132,6 +133,17 @@ def test_2_and_4_dvc_repro_after_snakemake_and_an_edit_reverted(clone_with_resul
     assert not any(f"(Rule: {rule})" in done.stdout for rule in (*TRAINING, "perplexity", "compare"))
     assert weights(clone, "posttrain") == before
     assert (clone / "dvc.lock").read_text() == recorded, "the same parameters record the same results"
+
+
+def test_dvc_repro_goes_through_after_an_edit_of_an_early_phase(clone_with_results: Path) -> None:
+    """In the middle of a repro the lock holds new and old phases side by side; nothing may be refused then."""
+    clone = clone_with_results
+    run(clone, "dvc", "repro")
+    edit(clone, {"pretrain": {"tokens": 20_000}, "posttrain": {"steps": 2}})
+    run(clone, "dvc", "repro")
+    assert planned(clone) == {}
+    recorded = json.loads((clone / "config/recorded/posttrain.json").read_text())
+    assert sorted(recorded) == sorted(f"results/posttrain/{name}" for name in weights(clone, "posttrain"))
 
 
 def test_10_recorded_but_absent_results_are_never_recomputed_silently(clone_with_results: Path) -> None:
@@ -253,9 +265,12 @@ def test_bad_parameters_stop_the_workflow_in_one_line(finished_clone: Path) -> N
 def test_it_runs_from_another_working_directory(finished_clone: Path, tmp_path: Path) -> None:
     """`--directory` puts results elsewhere; parameters and settings of the repository serve where none lie there."""
     (tmp_path / "elsewhere").mkdir()
-    done = run(finished_clone, "snakemake", "--directory", str(tmp_path / "elsewhere"), "-n")
+    elsewhere = tmp_path / "elsewhere"
+    done = run(finished_clone, "snakemake", "--directory", str(elsewhere), "-n")
     assert re.search(r"^pretrain +1$", done.stdout, re.M)
-    assert (tmp_path / "elsewhere/.farstate/pages/fig5.json").exists()
+    run(finished_clone, "snakemake", "--directory", str(elsewhere), "corpus")
+    for path in (finished_clone / "results/corpus").glob("tokens.*/tokens.bin"):
+        assert sha256_file(elsewhere / path.relative_to(finished_clone)) == sha256_file(path)
 
 
 def test_a_half_written_result_is_made_again(clone_with_results: Path) -> None:
@@ -274,6 +289,17 @@ def test_a_half_written_result_is_made_again(clone_with_results: Path) -> None:
     done = run(clone_with_results, "farstate", "perplexity", str(record), check=False)
     assert done.returncode == 1
     assert re.search(r"model\.safetensors: \d+ bytes, its manifest says \d+; delete .* and run again", done.stdout)
+
+
+def test_a_second_snakemake_in_the_same_folder_is_refused_in_one_line(clone_with_results: Path) -> None:
+    with only_one(clone_with_results / RUN_LOCK, "this test"):
+        done = run(clone_with_results, "snakemake", check=False)
+        assert done.returncode != 0
+        assert "a Snakemake run in this folder is already running (process" in done.stdout
+        assert planned(clone_with_results) == {}, "a dry run disturbs nobody"
+        done = run(clone_with_results, "farstate", "supersede", "posttrain", check=False)
+        assert done.returncode == 1
+        assert "already running" in done.stdout
 
 
 def test_two_runs_at_once_are_refused(clone_with_results: Path) -> None:

@@ -26,7 +26,7 @@ app = typer.Typer(
         "The pipeline: **fetch** → **documents** → **tokenizer** → **tokens** → **store** → **pretrain** (or "
         "**import-checkpoint**) → **posttrain** → **perplexity** → **compare** → **report**. Snakemake calls these stages "
         "with the parameters it resolved (`snakemake reports/fig5.html`); each also runs by hand on the same record, "
-        "`.farstate/stages/<name>-<key>.json`."
+        "`.farstate/stages/<phase>.<name>-<key>.json`."
     ),
 )
 
@@ -77,12 +77,14 @@ def documents(record: Record, output: Output = None) -> None:
                 }
             )
         )
-        files = None
+        files, revision = None, None
         if source.package is None:
-            sources.check(outside_of(source), verify=stage.verify)
-            files = [Path(given["file"])] if given["file"] is not None else None
+            entry = sources.check(outside_of(source), verify=stage.verify)
+            revision = entry.get("revision")
+            files = [sources.inputs_root() / given["file"]] if given["file"] is not None else None
         archives = stage.many("archive")
-        write_documents(source, corpus, stage.output, archive=archives[0] / "archive" if archives else None, files=files)
+        archive = archives[0] / "archive" if archives else None
+        write_documents(source, corpus, stage.output, archive=archive, files=files, revision=revision)
 
     _run(record, output, "documents", work)
 
@@ -98,8 +100,11 @@ def tokenizer(record: Record, output: Output = None) -> None:
         from farstate.plan import tokenizer_outside
 
         given = Tokenizer.model_validate(stage.params["tokenizer"])
+        revision = None
         if given.kind in ("file", "hub"):
-            sources.check(tokenizer_outside(given.file, given.hub), verify=stage.verify)
+            revision = sources.check(tokenizer_outside(given.file, given.hub), verify=stage.verify).get("revision")
+        if given.file is not None:
+            given = given.model_copy(update={"file": str(sources.inputs_root() / given.file)})
         archives = stage.many("archive")
         make_tokenizer(
             given,
@@ -107,6 +112,7 @@ def tokenizer(record: Record, output: Output = None) -> None:
             stage.output,
             archive=archives[0] / "archive" if archives else None,
             threads=stage.threads,
+            revision=revision,
         )
 
     _run(record, output, "tokenizer", work)
@@ -241,15 +247,20 @@ def supersede(
     phase: Annotated[str, typer.Argument(help="corpus, pretrain, posttrain or evaluate", show_default=False)],
     params: Annotated[Path, typer.Option(help="the parameters that say what is current")] = Path("params.yaml"),
 ) -> None:
-    """Move results that no current parameter asks for into `.superseded/`, from where they come back when wanted."""
+    """Move results that no current parameter asks for into `.superseded/`, and name those that are current for DVC."""
+    from farstate.files import only_one
     from farstate.params import load
-    from farstate.plan import PHASES, Plan
+    from farstate.plan import PHASES, RUN_LOCK, Plan
     from farstate.sources import read_lock
 
     if phase not in PHASES:
         raise FarstateError(f"phase '{phase}' is not one of {', '.join(PHASES)}")
-    for name in Plan(load(params), read_lock()).supersede(Path.cwd(), phase):
-        typer.echo(f"superseded results/{phase}/{name}")
+    root = Path.cwd()
+    with only_one(root / RUN_LOCK, "a Snakemake run in this folder"):  # it may be writing what would be moved
+        plan = Plan(load(params), read_lock())
+        for name in plan.supersede(root, phase):
+            typer.echo(f"superseded results/{phase}/{name}")
+        plan.write_recorded(root, phase)
 
 
 @app.command()

@@ -56,7 +56,9 @@ class Source(Strict):
     assign: Literal["hash", "train", "validation", "test"] = Field(
         "hash", description="hash: documents are split by corpus.split; otherwise all of this source go to one split"
     )
-    limit_documents: PositiveInt | None = Field(None, description="read no more than this many documents of the source")
+    limit_documents: PositiveInt | None = Field(
+        None, description="read no more than this many records of each file of the source"
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Source:
@@ -302,7 +304,16 @@ class Params(Strict):
             for model_name in mapping:
                 if model_name not in self.models:
                     raise ValueError(f"{key}: '{model_name}' is not in models{nearest(model_name, self.models)}")
+        if self.store.dtype == "uint16" and self.tokenizer.vocabulary_size > 1 << 16:
+            raise ValueError(
+                f"store.dtype: uint16 holds at most 65536 symbols, tokenizer.vocabulary_size is {self.tokenizer.vocabulary_size}; use auto"
+            )
         for name, spec in self.models.items():
+            if name.startswith("checkpoint."):
+                raise ValueError(f"models.{name}: names that begin with 'checkpoint.' are taken by imported checkpoints")
+            stretch = self.posttrain.stretch_tokens
+            if stretch is not None and stretch < spec.context:
+                raise ValueError(f"posttrain.stretch_tokens: {stretch} is below models.{name}.context = {spec.context}")
             recipes = [("posttrain", self.posttrain.recipe)]
             if spec.checkpoint is None:
                 recipes.append(("pretrain", self.pretrain.recipe))
@@ -421,6 +432,7 @@ def _one_line(error: ValidationError, where: str, data: dict[str, Any]) -> str:
         for number, part in enumerate(first["loc"])
         if not (part in _UNIONS and number and first["loc"][number - 2] == "arms")
     ]
+    location = [part for part in location if part != "[key]"]
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     kind = first["type"]
     value = first["input"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +20,17 @@ from farstate.corpus.sources import matches
 from farstate.errors import FarstateError
 from farstate.files import MANIFEST, read_json, write_json
 from farstate.grid import snapshot_file, snapshot_tokens
-from farstate.keys import KEY_LENGTH, Stage
-from farstate.params import Model, Params, Recipe, Source, flatten, merge, validate
+from farstate.keys import KEY_LENGTH, Stage, digest
+from farstate.numerics import NUMERICS
+from farstate.params import Model, Params, Recipe, Source, flatten
 
 PHASE_TARGETS = {"corpus": "corpus", "pretrained": "pretrain", "posttrained": "posttrain", "evaluated": "evaluate"}
 PHASES = ("corpus", "pretrain", "posttrain", "evaluate")
 SCRATCH = Path(".farstate")
 SUPERSEDED = Path(".superseded")
+RECORDED = Path("config/recorded")
+RUN_LOCK = SCRATCH / "run.lock"
 PAGE_FILES = ("html", "svg", "png", "json", "parquet")
-REPORTS_VERSION = 1  # raised when a page's content changes for the same tables
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,16 @@ class Page:
 
     @property
     def manifest(self) -> str:
-        """The small file the page's rule takes as input; rewritten only when the wanted keys change."""
-        return str(SCRATCH / "pages" / f"{self.name}.json")
+        """The small file the page's rule takes as input: named by what it asks for, so that two sets of parameters
+        (a demo that trains, a dry run of the paper's) never overwrite each other's."""
+        return str(SCRATCH / "pages" / f"{self.name}-{digest(self.wanted())}.json")
 
     def wanted(self) -> dict[str, Any]:
         return {
             "figure": self.name,
             "comparison": self.comparison.directory,
             "params": self.params,
-            "version": REPORTS_VERSION,
+            "version": NUMERICS["reports"],
         }
 
     def carried(self, root: Path) -> dict[str, Any] | None:
@@ -319,6 +323,10 @@ class Plan:
         report = params.report.model_dump(mode="json")
         for part in ("pretrain", "posttrain", "evaluate"):
             report[part] = getattr(params, part).model_dump(mode="json")
+        report["shapes"] = {
+            name: shape.model_dump(mode="json") if (shape := params.models[name].shape) is not None else None
+            for name in getattr(params.figures, figure).models
+        }
         batch = params.pretrain.recipe.batch_tokens
         report["models"] = {
             name: {
@@ -359,7 +367,7 @@ class Plan:
     # --- the file system ---------------------------------------------------------------------------------
 
     def write_records(self, root: Path) -> None:
-        """Give each stage's command its resolved parameters: `.farstate/stages/<name>-<key>.json`, never rewritten."""
+        """Give each stage's command its resolved parameters: `.farstate/stages/<phase>.<name>-<key>.json`, never rewritten."""
         for stage in self.stages.values():
             path = root / record_path(stage.directory)
             if not path.exists():
@@ -373,7 +381,7 @@ class Plan:
         for page in self.pages.values():
             path = root / page.manifest
             wanted = page.wanted()
-            if not path.exists() or read_json(path) != wanted:
+            if not path.exists():
                 write_json(path, wanted)
             if page.carried(root) == wanted:
                 oldest = min((root / file).stat().st_mtime for file in page.outputs.values())
@@ -383,19 +391,24 @@ class Plan:
                 os.utime(path)
 
     def restore(self, root: Path) -> list[str]:
-        """Rename wanted results back out of `.superseded/`; returns their directories."""
+        """Rename wanted results back out of `.superseded/`, in place of unfinished ones; returns their directories."""
         restored = []
         for stage in self.stages.values():
             home = root / stage.directory
             away = root / SUPERSEDED / stage.phase / home.name
-            if not home.exists() and (away / MANIFEST).exists():
+            if (away / MANIFEST).exists() and not (home / MANIFEST).exists():
+                if home.exists():
+                    shutil.rmtree(home)
                 home.parent.mkdir(parents=True, exist_ok=True)
                 os.rename(away, home)
                 restored.append(stage.directory)
         return restored
 
     def supersede(self, root: Path, phase: str) -> list[str]:
-        """Rename results of `phase` that no current parameter asks for into `.superseded/`; returns their names."""
+        """Rename results of `phase` that no current parameter asks for into `.superseded/`; returns their names.
+
+        A finished result there is never given up for an unfinished one.
+        """
         folder = root / "results" / phase
         moved = []
         for directory in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -405,13 +418,22 @@ class Plan:
                 continue
             away = root / SUPERSEDED / phase / directory.name
             away.parent.mkdir(parents=True, exist_ok=True)
-            if away.exists():
-                import shutil
-
-                shutil.rmtree(away)
-            os.rename(directory, away)
+            if (away / MANIFEST).exists():  # the same key is the same content
+                shutil.rmtree(directory)
+            else:
+                if away.exists():
+                    shutil.rmtree(away)
+                os.rename(directory, away)
             moved.append(directory.name)
         return moved
+
+    def write_recorded(self, root: Path, phase: str) -> None:
+        """Name the finished results of `phase` in `config/recorded/<phase>.json`, beside what dvc.lock holds of them.
+
+        The lock holds one checksum a phase; the names tell a later plan what a `dvc pull` would bring.
+        """
+        finished = sorted(stage.directory for stage in self.of(phase=phase) if (root / stage.manifest).exists())
+        write_json(root / RECORDED / f"{phase}.json", finished)
 
     def refuse_silent_recomputation(self, root: Path, targets: Iterable[str]) -> None:
         """Stop when the plan would recompute what `dvc.lock` records but nobody pulled.
@@ -419,7 +441,7 @@ class Plan:
         Raises:
             FarstateError: naming the results and the `dvc pull` that brings them.
         """
-        recorded = recorded_directories(root, self)
+        recorded = recorded_directories(root)
         if not recorded:
             return
         absent = sorted(d for d in self._needed(root, targets) if d in recorded)
@@ -485,42 +507,14 @@ def tokenizer_outside(file: str | None, hub: str | None) -> sources.Outside:
     return sources.Outside("files", file) if file is not None else sources.Outside("checkpoint", hub or "")
 
 
-def recorded_directories(root: Path, plan: Plan) -> set[str]:
-    """The result directories that `dvc.lock` stands for: those its recorded parameter values ask for.
-
-    The lock holds one checksum a phase, not names; but it holds the values of every parameter of every stage, and
-    the keys follow from those.
-    """
-    path = root / "dvc.lock"
-    if not path.exists():
-        return set()
-    import yaml
-
-    lock = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    values: dict[str, Any] = {}
-    phases: set[str] = set()
-    for stage in lock.get("stages", {}).values():
-        for recorded in (stage.get("params") or {}).values():
-            values = merge(values, _nest(recorded))
-        for out in stage.get("outs") or []:
-            if str(out["path"]).startswith("results/"):
-                phases.add(str(out["path"]).removeprefix("results/"))
-    current = plan.params.model_dump(mode="json")
-    known = {key: value for key, value in values.items() if key in current}
-    try:
-        then = Plan(validate(merge({k: v for k, v in current.items() if k not in known}, known), "dvc.lock"), plan.lock)
-    except FarstateError:
-        return set()  # an older layout of the parameters records nothing that these keys could name
-    return {stage.directory for stage in then.stages.values() if stage.phase in phases}
-
-
-def _nest(dotted: dict[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for key, value in dotted.items():
-        for part in reversed(str(key).split(".")):
-            value = {part: value}
-        nested = merge(nested, value)
-    return nested
+def recorded_directories(root: Path) -> set[str]:
+    """The result directories that DVC has recorded, as the phases' last `dvc repro` named them."""
+    found: set[str] = set()
+    for phase in PHASES:
+        path = root / RECORDED / f"{phase}.json"
+        if path.exists():
+            found.update(read_json(path))
+    return found
 
 
 def command_line_overrides(values: dict[str, Any]) -> dict[str, Any]:
@@ -532,7 +526,12 @@ def command_line_overrides(values: dict[str, Any]) -> dict[str, Any]:
             return {key: read(item) for key, item in value.items()}
         if isinstance(value, list):
             return [read(item) for item in value]
-        return yaml.safe_load(value) if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        try:
+            return yaml.safe_load(value)
+        except yaml.YAMLError:
+            return value  # a sentence with colons is text
 
     return {key: read(value) for key, value in values.items()}
 

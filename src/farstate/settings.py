@@ -44,6 +44,8 @@ class Settings(_Strict):
 def load_settings(path: Path, overrides: dict[str, Any] | None = None) -> Settings:
     """Read and check the settings; an absent file means the defaults."""
     data = read_yaml(path) if path.exists() else {}
+    if overrides is not None and not isinstance(overrides, dict):
+        raise FarstateError(f"--config settings={overrides}: a mapping is expected, like 'settings={{device: cuda}}'")
     return _validate(merge(data, overrides or {}), str(path))
 
 

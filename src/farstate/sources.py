@@ -1,13 +1,15 @@
 """Outside inputs by content: `config/sources.lock`, written by `farstate register`.
 
 Local files, hub data sets and published checkpoints enter a key by what they contain. The lock file holds, for
-each, sizes, dates and SHA-256 of its files, or the hub revision. Packages and their checksums stand in the
+each, sizes and SHA-256 of its files, or the hub revision; the dates under which a file was last found right are kept in
+`.farstate/`, so that the lock is the same everywhere. Packages and their checksums stand in the
 parameters themselves and need no entry.
 """
 
 from __future__ import annotations
 
 import glob
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ from typing import Any
 import yaml
 
 from farstate.errors import FarstateError
-from farstate.files import sha256_file, write_text
+from farstate.files import read_json, sha256_file, write_json, write_text
 
 LOCK = Path("config/sources.lock")
 UNREGISTERED = "unregistered"
+INPUTS_ROOT = "FARSTATE_INPUTS_ROOT"
+_SEEN = Path(".farstate/seen.json")
 _HEADER = "# What outside inputs contain. Written by `farstate register`; commit it, do not edit it by hand.\n"
 
 
@@ -51,14 +55,14 @@ def read_lock(path: Path = LOCK) -> dict[str, Any]:
 
 def local_files(outside: Outside) -> list[Path]:
     """The files an input consists of here, sorted; empty where there are none (a hub name)."""
-    path = Path(outside.where)
-    if outside.kind == "checkpoint":
-        if path.is_dir():
-            return sorted(item for item in path.iterdir() if item.is_file() and not item.name.startswith("."))
-        return []
-    if outside.kind == "files":
-        return sorted(Path(item) for item in glob.glob(outside.where, recursive=True) if Path(item).is_file())
-    return []
+    root = inputs_root()
+    path = root / outside.where
+    found: list[Path] = []
+    if outside.kind == "checkpoint" and path.is_dir():
+        found = [item for item in path.iterdir() if item.is_file() and not item.name.startswith(".")]
+    elif outside.kind == "files":
+        found = [root / item for item in glob.glob(outside.where, root_dir=root, recursive=True) if (root / item).is_file()]
+    return sorted(Path(os.path.relpath(item, root)) if not Path(outside.where).is_absolute() else item for item in found)
 
 
 def content(outside: Outside, lock: dict[str, Any]) -> Any:
@@ -85,7 +89,7 @@ def register(outside: Outside, *, path: Path = LOCK) -> dict[str, Any]:
     """
     files = local_files(outside)
     if files:
-        entry: dict[str, Any] = {"files": [_describe(file) for file in files]}
+        entry: dict[str, Any] = {"files": [_describe(inputs_root() / file) | {"path": file.as_posix()} for file in files]}
     elif outside.kind == "files":
         raise FarstateError(f"{outside.where}: no file matches; give an existing path or glob")
     else:
@@ -99,33 +103,54 @@ def register(outside: Outside, *, path: Path = LOCK) -> dict[str, Any]:
 def check(outside: Outside, *, verify: bool = False, path: Path = LOCK) -> dict[str, Any]:
     """Hold an outside input against the lock before it is read, and return its entry.
 
-    Size and date are compared; where the date differs, or with `verify`, the checksum decides.
+    Size and date are compared; a date that was not seen with this content before, or `verify`, lets the checksum decide.
 
     Raises:
-        FarstateError: it is not registered, a file is missing, or its content changed.
+        FarstateError: it is not registered, a file is missing, its content changed, or more files match than are registered.
     """
-    entry: dict[str, Any] | None = read_lock(path).get(outside.name)
+    where = inputs_root() / path
+    entry: dict[str, Any] | None = read_lock(where).get(outside.name)
     if entry is None:
         raise FarstateError(f"{outside.where}: not registered in {path}; run `farstate register` and commit {path}")
-    for record in entry.get("files", []):
-        file = Path(record["path"])
+    records = entry.get("files", [])
+    new = {file.as_posix() for file in local_files(outside)} - {record["path"] for record in records}
+    if records and new:
+        raise FarstateError(f"{min(new)}: matches '{outside.where}' but is not registered in {path}; run `farstate register`")
+    seen = _read_seen()
+    for record in records:
+        file = inputs_root() / record["path"]
         if not file.exists():
             raise FarstateError(f"{file}: registered in {path} but missing; bring it back or run `farstate register`")
         stat = file.stat()
-        same = stat.st_size == record["bytes"]
-        if same and (verify or stat.st_mtime_ns != record["modified_ns"]):
-            same = sha256_file(file) == record["sha256"]
-        if not same:
+        now = [stat.st_size, stat.st_mtime_ns, record["sha256"]]
+        if stat.st_size == record["bytes"] and not verify and seen.get(str(file.resolve())) == now:
+            continue
+        if stat.st_size != record["bytes"] or sha256_file(file) != record["sha256"]:
             raise FarstateError(
                 f"{file}: its content is not what {path} says (sha256 {record['sha256'][:12]}…, {record['bytes']} bytes); "
                 "restore it, or run `farstate register` to accept it under a new key"
             )
+        seen[str(file.resolve())] = now
+        write_json(_SEEN, seen)
     return entry
 
 
+def inputs_root() -> Path:
+    """The folder that relative paths of outside inputs start from: the workflow says which; by hand, this one."""
+    return Path(os.environ.get(INPUTS_ROOT, "."))
+
+
+def _read_seen() -> dict[str, Any]:
+    """Sizes and dates of files whose checksum was found right, kept here and never shared."""
+    try:
+        value: dict[str, Any] = read_json(_SEEN)
+    except FarstateError:
+        return {}
+    return value
+
+
 def _describe(file: Path) -> dict[str, Any]:
-    stat = file.stat()
-    return {"path": file.as_posix(), "bytes": stat.st_size, "modified_ns": stat.st_mtime_ns, "sha256": sha256_file(file)}
+    return {"path": file.as_posix(), "bytes": file.stat().st_size, "sha256": sha256_file(file)}
 
 
 def _hub_revision(outside: Outside) -> str:

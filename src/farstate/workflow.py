@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from farstate.errors import FarstateError, explain_os_error
-from farstate.params import load, merge, validate
-from farstate.plan import Plan, command_line_overrides, record_path
+from farstate.files import only_one
+from farstate.params import load, merge, read_yaml, validate
+from farstate.plan import RUN_LOCK, Plan, command_line_overrides, record_path
 from farstate.settings import Settings, load_settings
-from farstate.sources import read_lock
+from farstate.sources import INPUTS_ROOT, LOCK, read_lock
 
 _OWN = ("recompute", "verify", "settings")
 
@@ -51,19 +54,25 @@ def open_plan(
         FarstateError: the parameters are wrong, or results that dvc.lock records would be computed again.
     """
     root = Path.cwd()
+    command = command_of(sys.argv)
     own = command_line_overrides({key: overrides[key] for key in _OWN if key in overrides})
     given = command_line_overrides({key: value for key, value in overrides.items() if key not in _OWN})
     params = _params(configfiles, given, repository)
     settings = load_settings(_beside("config/settings.yaml", repository), own.get("settings") or {})
-    plan = Plan(params, read_lock(_beside("config/sources.lock", repository)))
+    lock = _beside(str(LOCK), repository)
+    # Outside inputs are named relative to the folder whose lock file describes them.
+    os.environ[INPUTS_ROOT] = str(lock.resolve().parent.parent)
+    plan = Plan(params, read_lock(lock))
     try:
+        if main and command == "run":
+            _only_main_process(root)
         if main:
             plan.restore(root)
             plan.write_records(root)
             plan.write_pages(root)
     except OSError as error:
         raise FarstateError(explain_os_error(error)) from None
-    if main and not own.get("recompute"):
+    if main and command in ("run", "dry run") and not own.get("recompute"):
         plan.refuse_silent_recomputation(root, targets)
     os.environ["FARSTATE_SETTINGS"] = json.dumps({**settings.model_dump(mode="json"), "verify": bool(own.get("verify"))})
     # The rules call `farstate`; it lies beside the Python that runs Snakemake, whether or not the environment is active.
@@ -73,11 +82,50 @@ def open_plan(
     return Opened(plan, settings)
 
 
+def command_of(arguments: list[str]) -> str:
+    """What Snakemake was called for: "run", "dry run", or "look" (lint, graphs, unlocking: nothing is planned to run)."""
+    looks = ("--lint", "--unlock", "--rulegraph", "--dag", "--filegraph", "--list", "--summary", "--detailed-summary", "--report")
+    if any(argument.startswith(looks) for argument in arguments[1:]):
+        return "look"
+    dry = any(re.fullmatch(r"-[a-zA-Z]*n[a-zA-Z]*|--dry-?run", argument) for argument in arguments[1:])
+    return "dry run" if dry else "run"
+
+
+def runs_elsewhere(arguments: list[str], environment: Mapping[str, str]) -> bool:
+    """Whether jobs are sent to a cluster: an executor other than the local ones, on the command line or in a profile."""
+    executor, profiles = None, [environment.get("SNAKEMAKE_PROFILE", "")]
+    for flag, value in pairwise([*arguments, ""]):
+        name, _, inline = flag.partition("=")
+        if name in ("--executor", "-e"):
+            executor = inline or value
+        if name == "--profile":
+            profiles.append(inline or value)
+    for profile in filter(None, profiles):
+        path = Path(profile) / "config.yaml"
+        if path.exists():
+            executor = executor or read_yaml(path).get("executor")
+    return executor not in (None, "local", "dryrun", "touch")
+
+
+def _only_main_process(root: Path) -> None:
+    """Hold this folder's run lock until the process ends, and clear what a killed Snakemake left of its own locks.
+
+    Snakemake's lock files survive a kill -9 and would refuse the next call. Ours is dropped by the kernel: whoever
+    holds it knows that no other main process lives here.
+    """
+    holder = only_one(root / RUN_LOCK, "a Snakemake run in this folder")
+    holder.__enter__()
+    _HELD.append(holder)
+    for stale in (root / ".snakemake" / "locks").glob("*"):
+        stale.unlink(missing_ok=True)
+
+
+_HELD: list[Any] = []  # locks of this process, never released before it ends
+
+
 def _params(configfiles: list[Path], overrides: dict[str, Any], repository: Path) -> Any:
     if not configfiles:
         return load(_beside("params.yaml", repository), overrides)
-    from farstate.params import read_yaml
-
     data: dict[str, Any] = {}
     for path in configfiles:
         data = merge(data, read_yaml(path))

@@ -44,6 +44,7 @@ def write_documents(
     *,
     archive: Path | None = None,
     files: list[Path] | None = None,
+    revision: str | None = None,
     progress: stage.Progress | None = None,
 ) -> None:
     """Write `documents.parquet` (see SCHEMA) and a manifest with counts to the directory `output`.
@@ -54,13 +55,14 @@ def write_documents(
     Args:
         archive: the fetched package (or the directory that holds it), for a source of kind package.
         files: the local files, for a source of kind files; by default those that its glob names now.
+        revision: of a hub data set, as registered; None: its newest.
 
     Raises:
         FarstateError: a record (unless `corpus.damaged_records` is `skip`) or a file that cannot be read, named
             with its line or row; a source without documents.
     """
     stage.begin(output)
-    records = _records(source, output, archive, files)
+    records = _records(source, output, archive, files, revision)
     tally = _Tally()
     with closing(records), closing(_Seen()) as seen, atomic_path(output / stage.DOCUMENTS) as temporary:
         with pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer:
@@ -98,14 +100,14 @@ def split_of(identity: bytes, split: Split) -> str:
     return "validation" if u < split.test + split.validation else "train"
 
 
-def _records(source: Source, output: Path, archive: Path | None, files: list[Path] | None) -> Records:
+def _records(source: Source, output: Path, archive: Path | None, files: list[Path] | None, revision: str | None) -> Records:
     if source.package is not None:
         if archive is None:
             raise FarstateError(f"corpus source '{source.name}': the archive of {source.package} has not been fetched")
         return read_archive(stage.part(archive, stage.ARCHIVE), source)
     if source.files is not None:
         return read_files(resolve_files(source.files, source.exclude) if files is None else files, source, output)
-    return read_hub(source)
+    return read_hub(source, revision)
 
 
 def _sound(records: Records, corpus: Corpus, tally: _Tally) -> Iterator[Record]:

