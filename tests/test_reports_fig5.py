@@ -251,6 +251,7 @@ def test_the_page_says_what_it_must(demo: dict[str, Path], paper: dict[str, Path
     carried = re.search(r'<meta name="farstate-keys" content="([^"]*)">', page)
     assert carried is not None
     assert json.loads(html.unescape(carried.group(1))) == KEYS
+    assert len(page[: carried.end()].encode()) < 64 * 1024
     order = [
         "Which initial state",
         "What the numbers say",
@@ -264,6 +265,9 @@ def test_the_page_says_what_it_must(demo: dict[str, Path], paper: dict[str, Path
     assert places == sorted(places)
     for sentence in (
         "The configuration of the demo was chosen to bring the failure within minutes",
+        "The configuration was chosen on these test documents (docs/demo.md), so its numbers are not free of selection.",
+        "over the same windows of text; TBTT reads them in document order, all others in one shuffled order",
+        "[differs from the paper: 0.1]",
         "adds no capacity",
         "State and input phase decide jointly",
         "LongSSM",
@@ -279,6 +283,7 @@ def test_the_page_says_what_it_must(demo: dict[str, Path], paper: dict[str, Path
     other = paper["html"].read_text(encoding="utf-8")
     assert "Hollow markers" in other
     assert "The configuration of the demo" not in other
+    assert "free of selection" not in other
     assert re.search(r"random noise, seed 1: not a number from position [89],\d{3} on", other)
 
 
@@ -328,7 +333,8 @@ def png_values(path: Path) -> tuple[int, int, set[int]]:
 def test_the_data_are_what_is_drawn(demo: dict[str, Path], paper: dict[str, Path]) -> None:
     table = pl.read_parquet(demo["parquet"])
     assert tuple(table.columns) == stage.CURVE_COLUMNS
-    assert set(table["metric"]) == {"ppl", "excess_nll", "excess_nll_base", "ppl_reset", "reset_excess"}
+    assert set(table["metric"]) == {"ppl", "excess_nll", "excess_nll_base"}
+    assert table.schema["position"] == pl.Int64
     drawn = page_data(demo["html"].read_text(encoding="utf-8"))["charts"]
     curves = next(chart for chart in drawn if chart["metric"] == "ppl")["curves"]
     mean = next(curve for curve in curves if curve["arm"] == "tbtt" and curve["kind"] == "mean")
@@ -336,6 +342,8 @@ def test_the_data_are_what_is_drawn(demo: dict[str, Path], paper: dict[str, Path
     assert mean["value"] == pytest.approx(expected["value"].to_list(), rel=1e-5)
     assert mean["position"] == expected["position"].to_list()
     assert {curve["kind"] for curve in curves} == {"mean", "seed", "reference"}
+    with_reset = {chart["metric"] for chart in drawn if any(curve.get("kind") == "reference" for curve in chart["curves"])}
+    assert with_reset == {"ppl", "excess_nll_base"}, "the base's reset is an excess over the base's windows"
     assert {curve["seed"] for curve in curves if curve["arm"] == "base"} == {"all"}
 
     shown = [chart for chart in page_data(paper["html"].read_text(encoding="utf-8"))["charts"] if chart["metric"] == "ppl"]
@@ -416,6 +424,58 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     pl.read_parquet(tables / "curves.parquet").clear().write_parquet(tables / "curves.parquet")
     with pytest.raises(FarstateError, match=r"curves.parquet: holds no rows"):
         build(tables, tmp_path)
+
+
+def test_what_the_page_prints_of_the_parameters() -> None:
+    """Our choices and what differs from the paper are marked; of a published checkpoint nothing is said that we did not do."""
+    from farstate.reports.stage import _context
+
+    recipe = {"batch_tokens": 2048, "peak_learning_rate": 5e-3, "weight_decay": 0.1}
+    report: dict[str, Any] = {
+        "models": {"small": {"context": 32, "training_tokens": 4096}},
+        "shapes": {"small": {"width": 32, "dt_min": 5e-4, "dt_max": 3e-3, "A_init_range": [1.0, 1.0], "norm_groups": None}},
+        "pretrain": {"seed": 0, "recipe": recipe, "peak_learning_rates": {}},
+        "posttrain": {
+            "steps": 200,
+            "seeds": [0, 1],
+            "recipe": recipe | {"peak_learning_rate": 1e-3},
+            "peak_learning_rates": {},
+            "arms": {
+                "fitted": {"initial_state": "fitted_noise", "beta": 0.2},
+                "passing": {"initial_state": "state_passing", "reset_probability": 0.05, "carry_auxiliary": True},
+            },
+        },
+        "evaluate": {"streams": "documents"},
+        "paper_models": {},
+        **{"paper_values": True, "scale": "demo", "note": ""},
+    }
+    manifest = {"key": "k", "models": {"small": {"parameters": 10, "parameters_without_embeddings": 5}}}
+    about = _context(report, manifest)
+    rows = {row["name"]: row for row in stage.Context.model_validate(about).model_dump()["parameters"]}
+    assert rows["models.small.shape"]["value"] == "width 32, dt_min 0.0005, dt_max 0.003, A_init_range 1.0 to 1.0"
+    assert {name for name, row in rows.items() if row["assumed"]} == {
+        *("models.small.shape", "pretrain.recipe.peak_learning_rate", "pretrain.recipe.weight_decay"),
+        *("posttrain.recipe.peak_learning_rate", "posttrain.recipe.weight_decay", "posttrain.arms.passing.carry_auxiliary"),
+        *("evaluate.streams", "optimizer", "optimizer state when post-training begins"),
+        *("fitted noise, moments over", "fitted noise, first update"),
+    }
+    assert {name: row["differs"] for name, row in rows.items() if row["differs"]} == {
+        "posttrain.steps": "100",
+        "posttrain.arms.fitted.beta": "0.1",
+        "posttrain.arms.passing.reset_probability": "0.1",
+        "posttrain.recipe.peak_learning_rate": "a tenth of the pre-training rate",
+    }
+    assert "uncommitted" not in about["provenance"]["commit"]
+    assert about["provenance"]["pre-training seed"] == 0
+
+    about = _context(report | {"shapes": {"small": None}}, manifest)
+    assert not [row for row in about["parameters"] if row["name"].startswith("pretrain.")]
+    assert "pre-training seed" not in about["provenance"]
+    assert not any(row.get("differs") for row in about["parameters"] if "learning_rate" in row["name"])
+    own = report["posttrain"] | {"peak_learning_rates": {"small": 5e-4}}
+    about = _context(report | {"posttrain": own}, manifest)
+    assert not any(row.get("differs") for row in about["parameters"] if "learning_rate" in row["name"])
+    assert next(row for row in about["parameters"] if row["name"].endswith("learning_rates.small"))["assumed"]
 
 
 def test_styles_tell_arms_apart_without_colour() -> None:

@@ -18,7 +18,10 @@ NAMES = {
 }
 NO_INTERVAL = {
     f"{name}_{end}": None
-    for name in ("gap", "excess_nll", "removed_base", "removed_base_vs_control", "short_context_cost", "beats_reset")
+    for name in (
+        *("gap", "gap_beyond", "excess_nll", "excess_nll_base", "removed_base", "removed_base_vs_control"),
+        *("short_context_cost", "short_context_cost_vs_control", "beats_reset", "beats_base_reset"),
+    )
     for end in ("low", "high")
 }
 
@@ -30,29 +33,45 @@ def said(rows: list[dict[str, Any]]) -> str:
     )
 
 
-_NO_SHARE = {f"removed_base_vs_control{end}": None for end in ("", "_low", "_high")}
+def _nothing(*names: str) -> dict[str, None]:
+    return {f"{name}{end}": None for name in names for end in ("", "_low", "_high")}
+
+
+_VS_WORSE_CONTROL = {
+    "removed_base_vs_control": 0.35,
+    "removed_base_vs_control_low": 0.32,
+    "removed_base_vs_control_high": 0.38,
+}
+_GAP_BEYOND = {"gap_beyond": 0.4, "gap_beyond_low": 0.35, "gap_beyond_high": 0.45}
 FAIL, PASS, UNDECIDED = {"verdict": "FAIL"}, {"verdict": "PASS"}, {"verdict": "UNDECIDED"}
 BASE = verdict(arm="base", **FAIL)
 CONTROL = verdict(arm="control", excess=0.73, **FAIL)
+_BROKEN = verdict(arm="base", broken_at=600, **FAIL) | _nothing("gap", "gap_beyond", "excess_nll", "excess_nll_base")
 
 CASES: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
     "one arm repairs, the control does not": (
         [BASE, CONTROL, verdict(arm="state_passing", excess=0.0, **PASS)],
         [
             "M fails beyond its training length: state passing repairs it; the same steps from the zero state do not repair it.",
-            "rises to 0.670 nats (0.650 to 0.690) above its own best, worst near position 2,048",
+            "rises to 0.670 nats (0.650 to 0.690) above its own best there, worst near position 2,048",
             "From position 1,024 on, carrying the state costs 0.670 (0.640 to 0.700) nats",
             "100 further steps from the zero state, still fails: the steps alone make it worse",
-            "Repaired (PASS): state passing 99 % (96 % to 102 %)",
-            "carrying beats resetting for state passing −0.040",
-            "not free: state passing +0.008 (0.002 to 0.014)",
+            "Repaired (PASS): state passing 99 % (96 % to 102 %) of the control's, 99 % (96 % to 102 %) of the base's.",
+            "the base model, its state reset every 32 tokens",
+            "carrying beats it for state passing −0.032 (−0.052 to −0.012). Against resetting the arm itself: state passing −0.040",
+            "Against the base model: zero-init control −0.012 (−0.018 to −0.006) and state passing +0.008 (0.002 to 0.014).",
+            "Only the cost against the control belongs to the initial state; not free: state passing +0.020 (0.014 to 0.026).",
             "means over 3 post-training seeds",
         ],
-        ["No initial state repairs", "UNDECIDED"],
+        ["no initial state", "UNDECIDED", "no interval"],
     ),
     "several repair": (
         [BASE, CONTROL, verdict(arm="state_passing", excess=0.0, **PASS), verdict(arm="tbtt", excess=0.0, **PASS)],
-        ["state passing and TBTT repair it", "no cost established: TBTT +0.004 (−0.002 to 0.010)"],
+        [
+            "state passing and TBTT repair it",
+            "TBTT differs from the control in the order of the data too.",
+            "not free: state passing +0.020 (0.014 to 0.026) and TBTT +0.016",
+        ],
         [],
     ),
     "reduced only": (
@@ -61,7 +80,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
             "nothing repairs it in full; fitted noise reduces the failure",
             "no initial state repairs it at this budget",
             "Reduced, not repaired (FAIL): fitted noise",
-            "resetting would still be better for fitted noise +0.430",
+            "it would still be better than fitted noise +0.475",
         ],
         ["Repaired (PASS)"],
     ),
@@ -77,7 +96,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
                 **FAIL,
             ),
         ],
-        ["nothing repairs it in full", "No effect established (FAIL): TBTT 1 % (−2 % to 4 %)"],
+        [
+            "nothing repairs it in full",
+            "No effect of the initial state established (FAIL): TBTT 1 % (−2 % to 4 %) of the control's",
+        ],
         ["reduces the failure"],
     ),
     "an arm makes it worse": (
@@ -92,16 +114,16 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
                 **FAIL,
             ),
         ],
-        ["Made worse, by (FAIL): TBTT 20 % (10 % to 30 %)"],
+        ["Worse than the control (FAIL): TBTT −20 % (−30 % to −10 %) of the control's", "below zero it grew"],
         [],
     ),
     "an arm is undecided": (
         [BASE, CONTROL, verdict(arm="tbtt", excess=0.02, **UNDECIDED)],
         [
             "nothing is shown to repair it in full; TBTT is UNDECIDED",
-            "[What repairs it] By the verdict of Def. 3.2 no initial state repairs it",
+            "[What repairs it] By the verdict of Def. 3.2 no initial state is shown to repair it",
         ],
-        ["Repaired (PASS)"],
+        ["Repaired (PASS)", "no initial state repairs it"],
     ),
     "the control passes too": (
         [BASE, verdict(arm="control", excess=0.0, **PASS), verdict(arm="state_passing", excess=0.0, **PASS)],
@@ -118,7 +140,17 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
         [
             "without a zero-init control none of it can be credited",
             "The zero-init control is missing",
-            "share of the base model's far excess",
+            "Repaired (PASS): state passing 99 % (96 % to 102 %) of the base's.",
+            "how much of it is due to the steps alone is unknown",
+        ],
+        ["the control's", "belongs to the initial state;"],
+    ),
+    "no control, an arm reduces": (
+        [BASE, verdict(arm="fitted_noise", excess=0.47, **FAIL), verdict(arm="tbtt", excess=0.9, **FAIL)],
+        [
+            "fitted noise reduces the failure; without a zero-init control",
+            "Reduced, not repaired (FAIL): fitted noise 23 % (20 % to 26 %) of the base's.",
+            "Worse than the base model (FAIL): TBTT −35 %",
         ],
         ["the control's"],
     ),
@@ -148,27 +180,106 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
     ),
     "base only": ([BASE], ["No other initial state was tried.", "The zero-init control is missing"], ["post-training seed"]),
     "the base breaks": (
-        [verdict(arm="base", broken_at=600, gap=None, excess_nll=None, **FAIL), CONTROL],
+        [_BROKEN, CONTROL],
         ["its loss is not a number any more from position 600 on"],
         ["None", "nan"],
+    ),
+    "the base breaks, arms do not": (
+        [
+            _BROKEN,
+            CONTROL | _nothing("removed_base"),
+            verdict(arm="tbtt", excess=0.0, **PASS) | _nothing("removed_base"),
+            verdict(arm="fitted_noise", excess=0.47, **FAIL) | _nothing("removed_base"),
+        ],
+        [
+            "M fails beyond its training length: TBTT repairs it; fitted noise is better than the control, not shown to be better",
+            "still fails: what share of the base model's far excess the steps alone remove is not defined, because the base model's "
+            "loss is not a number from position 600 on.",
+            "Repaired (PASS): TBTT 99 % (96 % to 102 %) of the control's.",
+            "Better than the control, not shown to be better than the base model (FAIL): fitted noise",
+            "Shares of the base model's far excess are not defined: the base model's loss is not a number from position 600 on.",
+        ],
+        ["reduces the failure", "change nothing"],
+    ),
+    "the control breaks": (
+        [
+            BASE,
+            verdict(arm="control", broken_at=700, **FAIL)
+            | _nothing("gap", "gap_beyond", "excess_nll", "excess_nll_base", "removed_base", "beats_reset", "beats_base_reset"),
+            verdict(arm="fitted_noise", excess=0.47, **FAIL) | _nothing("removed_base_vs_control"),
+        ],
+        [
+            "the same steps from the zero state break.",
+            "broke: its loss is not a number from position 700 on",
+            "No effect of the initial state established (FAIL): fitted noise 23 % (20 % to 26 %) of the base's.",
+            "Shares of the control's far excess are not defined: the control's loss is not a number from position 700 on.",
+        ],
+        ["reduces the failure"],
+    ),
+    "the control is worse than the base, an arm is between": (
+        [BASE, verdict(arm="control", excess=1.4, **FAIL), verdict(arm="tbtt", excess=0.9, **FAIL) | _VS_WORSE_CONTROL],
+        [
+            "the steps alone make it worse",
+            "nothing repairs it in full; TBTT is better than the control, not shown to be better than the base model;",
+            "Better than the control, not shown to be better than the base model (FAIL): TBTT",
+            "of the control's, −35 % (−38 % to −32 %) of the base's.",
+        ],
+        ["reduces the failure", "Reduced"],
+    ),
+    "the failure is both inside and beyond": (
+        [
+            verdict(arm="base", worst_position=31, gap=0.9, fails_beyond=True, worst_beyond=2048, **_GAP_BEYOND, **FAIL),
+            CONTROL,
+            verdict(arm="tbtt", worst_position=31, fails_beyond=True, worst_beyond=2048, excess=0.3, **FAIL),
+        ],
+        [
+            "M fails beyond its training length: nothing repairs it in full; TBTT reduces the failure",
+            "rises to 0.400 nats (0.350 to 0.450) above its own best there, worst near position 2,048",
+            "It misses Def. 3.2 inside that length too, by 0.900 nats",
+        ],
+        ["not shown", "none of these is a repair"],
+    ),
+    "an arm and the control fail inside only": (
+        [
+            BASE,
+            verdict(arm="control", excess=0.03, fails_beyond=None, worst_position=31, **FAIL),
+            verdict(arm="tbtt", excess=0.01, fails_beyond=False, worst_position=31, **FAIL),
+        ],
+        [
+            "nothing is shown to repair it in full; TBTT fails inside the training length, beyond it not shown to; "
+            "the same steps from the zero state fail inside the training length, beyond it not shown to.",
+            "a failure beyond it is not shown, so the steps alone may be enough",
+            "no initial state is shown to repair it",
+            "FAIL inside the training length, a failure beyond it is not shown: TBTT",
+        ],
+        ["still fails", "do not repair it", "Reduced"],
+    ),
+    "the control's excess may be nothing": (
+        [
+            BASE,
+            verdict(arm="control", excess=0.02, **UNDECIDED),
+            verdict(arm="tbtt", excess=0.1, **FAIL) | _nothing("removed_base_vs_control"),
+        ],
+        [
+            "Shares of the control's far excess are not defined: the control's far excess, +0.008 (−0.022 to 0.038) nats, "
+            "is not clearly above zero.",
+        ],
+        ["reduces the failure"],
     ),
     "an arm breaks": (
         [
             BASE,
             CONTROL,
-            verdict(
-                arm="tbtt",
-                broken_at=900,
-                gap=None,
-                excess_nll=None,
-                removed_base_vs_control=None,
-                beats_reset=None,
-                short_context_cost=None,
-                **FAIL,
-            ),
+            verdict(arm="tbtt", broken_at=900, **FAIL)
+            | _nothing("gap", "gap_beyond", "excess_nll", "removed_base", "removed_base_vs_control")
+            | _nothing("beats_reset", "beats_base_reset", "short_context_cost", "short_context_cost_vs_control"),
         ],
-        ["Broken, the loss is not a number (FAIL): TBTT, from position 900", "was not measured", "the evaluation ends too early"],
-        ["None"],
+        [
+            "Broken, the loss is not a number (FAIL): TBTT, from position 900",
+            "was not measured",
+            "Not defined: the loss of TBTT is not a number far out.",
+        ],
+        ["None", "ends too early", "Shares of"],
     ),
     "nothing beyond t*": (
         [verdict(arm="base", gap=None, worst_position=None, excess_nll=None, far_from=None, far_to=None, **UNDECIDED)],
@@ -176,19 +287,24 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
         ["None"],
     ),
     "the definition is missed inside the training length": (
-        [verdict(arm="base", t_star=1, worst_position=2, **FAIL), CONTROL, verdict(arm="tbtt", **FAIL)],
+        [verdict(arm="base", t_star=1, worst_position=2, fails_beyond=False, **FAIL), CONTROL, verdict(arm="tbtt", **FAIL)],
         [
-            "misses Def. 3.2 already inside its training length",
-            "That is no failure to carry a state.",
+            "misses Def. 3.2 inside its training length; a failure beyond it is not shown.",
+            "one to carry a state, is not shown, where the widest gap is",
             "none of these is a repair: TBTT FAIL",
         ],
-        ["fails beyond", "Reduced"],
+        ["M fails beyond", "Reduced"],
     ),
     "shares are not defined": (
-        [BASE, CONTROL, verdict(arm="tbtt", **_NO_SHARE, **FAIL)],
         [
-            "No effect established (FAIL): TBTT (no share).",
-            "Shares are not given: the control's own far excess is not clearly above zero.",
+            BASE | {"excess_nll_base_low": -0.1},
+            CONTROL | {"excess_nll_base_low": -0.1},
+            verdict(arm="tbtt", **FAIL) | _nothing("removed_base", "removed_base_vs_control"),
+        ],
+        [
+            "No effect of the initial state established (FAIL): TBTT (no share).",
+            "Shares of the control's far excess are not defined: the control's far excess, +0.718 (−0.100 to 0.748) nats, is not",
+            "Shares of the base model's far excess are not defined: the base model's far excess, +0.670 (−0.100 to 0.700) nats, is not",
         ],
         ["The percentages"],
     ),
@@ -200,10 +316,12 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
     "no intervals": (
         [row | NO_INTERVAL for row in (BASE, CONTROL, verdict(arm="tbtt", excess=0.1, **FAIL))],
         [
-            "without an interval",
-            "No effect established (FAIL): TBTT 85 %",
-            "the two cannot be told apart for TBTT +0.060",
-            "no cost established: TBTT +0.004",
+            "0.670 nats (no interval)",
+            "the steps alone remove -7 % (no interval)".replace("-", "−"),
+            "carrying the state costs 0.670 nats a token (no interval)",
+            "No effect of the initial state established (FAIL): TBTT 85 % (no interval) of the control's",
+            "the two cannot be told apart for TBTT +0.064 (no interval)",
+            "no cost established: TBTT +0.016 (no interval)",
         ],
         ["reduces the failure", "( to"],
     ),
@@ -214,13 +332,13 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
             verdict(
                 arm="tbtt",
                 excess=0.0,
-                short_context_cost=-0.02,
-                short_context_cost_low=-0.03,
-                short_context_cost_high=-0.01,
+                short_context_cost_vs_control=-0.02,
+                short_context_cost_vs_control_low=-0.03,
+                short_context_cost_vs_control_high=-0.01,
                 **PASS,
             ),
         ],
-        ["even better than before: TBTT −0.020 (−0.030 to −0.010)"],
+        ["better than the control: TBTT −0.020 (−0.030 to −0.010)"],
         ["not free"],
     ),
 }

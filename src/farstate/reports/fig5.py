@@ -26,7 +26,7 @@ from farstate.reports.theme import ArmStyle, Spec, arm_styles
 CURVE_COLUMNS = ("model", "arm", "seed", "train_length", "metric", "position", "value", "low", "high", "n_documents")
 _ESTIMATES = (
     *("excess_nll", "excess_nll_base", "removed", "removed_base", "removed_vs_control", "removed_base_vs_control"),
-    *("short_context_cost", "beats_reset"),
+    *("short_context_cost", "short_context_cost_vs_control", "beats_reset", "beats_base_reset"),
 )
 VERDICT_COLUMNS = (
     *(
@@ -43,6 +43,7 @@ VERDICT_COLUMNS = (
         "gap_high",
         "tolerance",
     ),
+    *("fails_beyond", "worst_beyond", "gap_beyond", "gap_beyond_low", "gap_beyond_high"),
     *("verdict_interval", "interval", "n_documents", "n_stretches", "n_seeds", "broken_at", "far_from", "far_to"),
     *(f"{name}{end}" for name in _ESTIMATES for end in ("", "_low", "_high")),
     *("excess_nll_seeds_low", "excess_nll_seeds_high", "steps", "tokens", "learning_rate"),
@@ -50,6 +51,9 @@ VERDICT_COLUMNS = (
 AGE_COLUMNS = ("model", "arm", "seed", "age", "share")
 PAPER_ARMS = {"base": "base", "random": "random_noise", "fitted": "fitted_noise", "SP100": "state_passing", "TBTT100": "tbtt"}
 CURVE_FIELDS, AGE_FIELDS = ("position", "value", "low", "high"), ("age", "share")
+METRICS_DRAWN = tuple(metric.name for metric in METRICS)
+RESETS = {"ppl": "ppl_reset", "excess_nll_base": "reset_excess"}
+"""By metric, the base model's line with its state reset: its own windows are the base's, so its excess is one over those."""
 OUTPUTS = ("html", "svg", "png", "json", "parquet")
 PNG_SCALE = 2.0
 
@@ -70,18 +74,19 @@ class ModelCard(_Strict):
 
 
 class Parameter(_Strict):
-    """A parameter worth printing; `assumed`: the paper does not give it."""
+    """A parameter worth printing; `assumed`: the paper does not give it; `differs`: what the paper has instead."""
 
     name: str
     value: str | int | float | bool | None
     assumed: bool = False
+    differs: str = ""
 
 
 class Context(_Strict):
     """What the tables do not know: names, sizes, budget, parameters, where everything comes from."""
 
     models: dict[str, ModelCard]
-    scale: Literal["demo", "paper"]
+    scale: Literal["demo", "paper", "test"]
     budget: str
     parameters: list[Parameter] = []
     provenance: dict[str, str | int | float | bool | list[int] | list[str] | None] = {}
@@ -114,7 +119,12 @@ def fig5(
     references = _table(comparison, "references", CURVE_COLUMNS)
     verdicts = _table(comparison, "verdicts", VERDICT_COLUMNS)
     ages = _table(comparison, "ages", AGE_COLUMNS, may_be_empty=True)
-    drawn = _drawn(curves, references, comparison)
+    drawn = _checked(curves, METRICS_DRAWN, comparison / "curves.parquet")
+    resets = _checked(
+        references.filter((polars.col("arm") == "base") & polars.col("seed").is_null()),
+        tuple(RESETS.values()),
+        comparison / "references.parquet",
+    )
     models = [name for name in card.models if name in set(drawn["model"])]
     if unknown := sorted(set(drawn["model"]) - set(models)):
         raise FarstateError(
@@ -122,7 +132,7 @@ def fig5(
         )
     styles = arm_styles(curves["arm"].unique())
     length = _length(drawn, verdicts)
-    panels = [_panel(drawn, card, model, metric, styles, length) for model in models for metric in METRICS]
+    panels = [_panel(drawn, resets, card, model, metric, styles, length) for model in models for metric in METRICS]
 
     specification = charts.sheet(panels, styles, _title(card), _subtitle(card, models, verdicts))
     encoded = json.dumps(specification, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True)
@@ -174,18 +184,12 @@ def _table(directory: Path, name: str, columns: Sequence[str], *, may_be_empty: 
     return table
 
 
-def _drawn(curves: polars.DataFrame, references: polars.DataFrame, comparison: Path) -> polars.DataFrame:
-    """Everything the charts draw from the tables, in a fixed order: the curves, and the base model with its state reset."""
-    resets = references.filter(
-        (polars.col("arm") == "base") & polars.col("seed").is_null() & polars.col("metric").is_in(["ppl_reset", "reset_excess"])
-    )
-    known = [metric.name for metric in METRICS]
+def _checked(table: polars.DataFrame, metrics: Sequence[str], path: Path) -> polars.DataFrame:
+    """The rows of `metrics` in a fixed order, their values in the range of an axis."""
     drawn = (
-        polars.concat(
-            [table.select(CURVE_COLUMNS) for table in (curves.filter(polars.col("metric").is_in(known)), resets)],
-            how="vertical_relaxed",
-        )
-        .with_columns(polars.col("value", "low", "high", "position").cast(polars.Float64), polars.col("seed").cast(polars.Int64))
+        table.select(CURVE_COLUMNS)
+        .filter(polars.col("metric").is_in(list(metrics)))
+        .with_columns(polars.col("value", "low", "high").cast(polars.Float64), polars.col("seed", "position").cast(polars.Int64))
         .sort("model", "metric", "arm", "seed", "position", nulls_last=False)
     )
     for column in ("value", "low", "high"):
@@ -193,13 +197,11 @@ def _drawn(curves: polars.DataFrame, references: polars.DataFrame, comparison: P
         if not bad.is_empty():
             row = bad.row(0, named=True)
             raise FarstateError(
-                f"{comparison / 'curves.parquet'}: {column} = {row[column]:g} in {row['metric']} of {row['model']}, {row['arm']} at position "
+                f"{path}: {column} = {row[column]:g} in {row['metric']} of {row['model']}, {row['arm']} at position "
                 f"{row['position']:g}: a perplexity is positive, and a logarithmic axis would drop it silently; run the comparison again"
             )
     if not (drawn["position"] > 0).all():
-        raise FarstateError(
-            f"{comparison / 'curves.parquet'}: a position is not positive, positions start at 1; run the comparison again"
-        )
+        raise FarstateError(f"{path}: a position is not positive, positions start at 1; run the comparison again")
     return drawn
 
 
@@ -207,7 +209,13 @@ def _drawn(curves: polars.DataFrame, references: polars.DataFrame, comparison: P
 
 
 def _panel(
-    drawn: polars.DataFrame, card: Context, model: str, metric: charts.Metric, styles: Sequence[ArmStyle], length: int
+    drawn: polars.DataFrame,
+    resets: polars.DataFrame,
+    card: Context,
+    model: str,
+    metric: charts.Metric,
+    styles: Sequence[ArmStyle],
+    length: int,
 ) -> Panel:
     mine = drawn.filter(polars.col("model") == model)
     labels = {style.name: style.label for style in styles}
@@ -225,9 +233,8 @@ def _panel(
                 rows += _curve(
                     arm.filter(polars.col("seed") == seed), "seed", style.name, style.label, str(seed), "measured, one seed"
                 )
-    reference = {"ppl": "ppl_reset", "excess_nll": "reset_excess"}.get(metric.name)
-    if reference is not None:
-        line = mine.filter(polars.col("metric") == reference)
+    if metric.name in RESETS:
+        line = resets.filter((polars.col("model") == model) & (polars.col("metric") == RESETS[metric.name]))
         rows += _curve(line, "reference", RESET, RESET_LABEL, "–", "reference, not an arm")
     if metric.name == "ppl" and about.paper_model is not None:
         rows += _paper_rows(about.paper_model, labels)
@@ -335,7 +342,7 @@ def _age_rows(ages: polars.DataFrame, model: str, styles: Sequence[ArmStyle]) ->
 
 
 def _title(card: Context) -> str:
-    return "Which initial state repairs length generalisation?" + (" (demo)" if card.scale == "demo" else "")
+    return "Which initial state repairs length generalisation?" + ("" if card.scale == "paper" else f" ({card.scale})")
 
 
 def _subtitle(card: Context, models: Sequence[str], verdicts: polars.DataFrame) -> list[str]:

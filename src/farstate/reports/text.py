@@ -13,6 +13,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 NONE = "–"
+NO_INTERVAL = "no interval"
 
 
 def finite(value: Any) -> bool:
@@ -114,26 +115,31 @@ def headline(label: str, rows: Sequence[Row], names: Mapping[str, str]) -> str:
     if base["verdict"] == "UNDECIDED":
         return f"{label}: whether it fails is UNDECIDED, so no repair can be claimed."
     if not _fails_beyond(base):
-        return f"{label} misses Def. 3.2 already inside its training length, which says nothing about what lies beyond."
-    others = {names[arm]: row for arm, row in by_arm.items() if arm not in ("base", "control")}
-    against = _reference(control)
+        return f"{label} misses Def. 3.2 inside its training length; a failure beyond it is not shown."
+    kinds: dict[str, list[str]] = {}
+    for arm, row in by_arm.items():
+        if arm not in ("base", "control"):
+            kinds.setdefault(_kind(row, control), []).append(names[arm])
     parts = []
-    passed = [name for name, row in others.items() if row["verdict"] == "PASS"]
-    helped = [name for name, row in others.items() if row["verdict"] == "FAIL" and direction(row, against) == 1]
-    undecided = [name for name, row in others.items() if row["verdict"] == "UNDECIDED"]
-    if passed:
+    if passed := kinds.get("PASS"):
         parts.append(f"{listing(passed)} {_verb(passed, 'repairs', 'repair')} it")
-    elif others:
-        parts.append("nothing is shown to repair it in full" if undecided else "nothing repairs it in full")
-    if helped:
+    elif kinds:
+        open_ = "UNDECIDED" in kinds or "inside" in kinds
+        parts.append("nothing is shown to repair it in full" if open_ else "nothing repairs it in full")
+    if helped := kinds.get("helped"):
         parts.append(f"{listing(helped)} {_verb(helped, 'reduces', 'reduce')} the failure")
-    if undecided:
+    if partly := kinds.get("control only"):
+        parts.append(
+            f"{listing(partly)} {_verb(partly, 'is', 'are')} better than the control, not shown to be better than the base model"
+        )
+    if inside := kinds.get("inside"):
+        parts.append(f"{listing(inside)} {_verb(inside, 'fails', 'fail')} inside the training length, beyond it not shown to")
+    if undecided := kinds.get("UNDECIDED"):
         parts.append(f"{listing(undecided)} {_verb(undecided, 'is', 'are')} UNDECIDED")
     if control is None:
         parts.append("without a zero-init control none of it can be credited to the initial state")
     else:
-        alone = {"PASS": "repair it too", "FAIL": "do not repair it", "UNDECIDED": "are UNDECIDED"}[control["verdict"]]
-        parts.append(f"the same steps from the zero state {alone}")
+        parts.append(f"the same steps from the zero state {_alone(control)}")
     return f"{label} fails beyond its training length: {'; '.join(parts)}."
 
 
@@ -150,11 +156,14 @@ def findings(label: str, context: int, length: int, rows: Sequence[Row], names: 
     by_arm = {str(row["arm"]): row for row in rows}
     base, control = by_arm.get("base"), by_arm.get("control")
     others = [(names[arm], row) for arm, row in by_arm.items() if arm not in ("base", "control")]
-    found = [Finding("Does it fail?", _base(label, context, length, base)), Finding("The steps alone", _control(control, base))]
+    steps = _control(control, base)
+    if control is not None and "tbtt" in by_arm:
+        steps += f" {names['tbtt']} differs from the control in the order of the data too."
+    found = [Finding("Does it fail?", _base(label, context, length, base)), Finding("The steps alone", steps)]
     if others:
         found.append(Finding("What repairs it", _repairs(others, base, control)))
         found.append(Finding("Against resetting the state", _reset(others, context)))
-        found.append(Finding("Is it free?", _price(others)))
+        found.append(Finding("Is it free?", _price(others, control, names.get("control", "control"))))
     else:
         found.append(Finding("What repairs it", "No other initial state was tried."))
     return found
@@ -165,12 +174,35 @@ def _reference(control: Row | None) -> str:
     return "removed_base" if control is None else "removed_base_vs_control"
 
 
-def _fails_beyond(base: Row | None) -> bool:
-    """Whether the base model's failure is one of length generalisation: the definition also looks between t* and T_train."""
-    if base is None or base["verdict"] != "FAIL":
+def _fails_beyond(row: Row | None) -> bool:
+    """Whether a failure is one of length generalisation: the definition also looks between t* and T_train."""
+    if row is None or row["verdict"] != "FAIL":
         return False
-    worst = base["worst_position"]
-    return not finite(worst) or finite(base.get("broken_at")) or worst > base["train_length"]
+    return row["fails_beyond"] is True
+
+
+def _kind(row: Row, control: Row | None) -> str:
+    """What an arm did to a failure beyond the training length: the group it is listed in."""
+    if finite(row.get("broken_at")):
+        return "broken"
+    if row["verdict"] != "FAIL":
+        return str(row["verdict"])
+    if not _fails_beyond(row):
+        return "inside"
+    against_base = direction(row, "removed_base")
+    effect = direction(row, _reference(control))
+    if effect == 1:
+        return "helped" if against_base == 1 else "control only"
+    return "worse" if effect == -1 else "neither"
+
+
+def _alone(control: Row) -> str:
+    """What the control did, for the headline."""
+    if finite(control.get("broken_at")):
+        return "break"
+    if control["verdict"] == "FAIL" and not _fails_beyond(control):
+        return "fail inside the training length, beyond it not shown to"
+    return {"PASS": "repair it too", "FAIL": "do not repair it", "UNDECIDED": "are UNDECIDED"}[control["verdict"]]
 
 
 def _verb(subjects: Sequence[str], one: str, many: str) -> str:
@@ -185,7 +217,7 @@ def _base(label: str, context: int, length: int, base: Row | None) -> str:
         return f"{label} breaks: {setting}, its loss is not a number any more from position {count(base['broken_at'])} on."
     if not finite(base["gap"]):
         return f"{label}: UNDECIDED, the evaluation holds no position beyond its best one ({setting})."
-    gap = f"{nats(base['gap'])} nats" + (f" ({between(base, 'gap')})" if between(base, "gap") else "")
+    gap = _gap(base, "gap")
     if base["verdict"] == "PASS":
         return (
             f"{label} does not fail: {setting}, its loss stays within {base['tolerance']:g} nats of its best inside the training length "
@@ -197,15 +229,23 @@ def _base(label: str, context: int, length: int, base: Row | None) -> str:
             f"and these data cannot tell that from the tolerance of {base['tolerance']:g} nats." + _far(base)
         )
     if not _fails_beyond(base):
+        beyond = f", where the widest gap is {_gap(base, 'gap_beyond')}" if finite(base["gap_beyond"]) else ""
         return (
             f"{label} misses Def. 3.2 inside its own training length: {setting}, its loss rises to {gap} above its best at position "
-            f"{count(base['t_star'])}, worst near position {count(base['worst_position'])}. That is no failure to carry a state."
-            + _far(base)
+            f"{count(base['t_star'])}, worst near position {count(base['worst_position'])}. A failure beyond the training length, "
+            f"one to carry a state, is not shown{beyond}." + _far(base)
         )
+    inside = ""
+    if finite(base["worst_position"]) and base["worst_position"] <= base["train_length"]:
+        inside = f" It misses Def. 3.2 inside that length too, by {gap} near position {count(base['worst_position'])}."
     return (
-        f"{label} fails beyond its training length: {setting}, its loss rises to {gap} above its own best, "
-        f"worst near position {count(base['worst_position'])}." + _far(base)
+        f"{label} fails beyond its training length: {setting}, its loss rises to {_gap(base, 'gap_beyond')} above its own best there, "
+        f"worst near position {count(base['worst_beyond'])}." + inside + _far(base)
     )
+
+
+def _gap(row: Row, name: str) -> str:
+    return f"{nats(row[name])} nats ({between(row, name) or NO_INTERVAL})"
 
 
 def _far(row: Row) -> str:
@@ -213,7 +253,7 @@ def _far(row: Row) -> str:
         return ""
     sign = direction(row, "excess_nll")
     change = "costs" if row["excess_nll"] >= 0 else "changes the loss by"
-    doubt = ", not established" if sign == 0 else ""
+    doubt = {0: ", not established", None: f" ({NO_INTERVAL})"}.get(sign, "")
     return (
         f" From position {count(row['far_from'])} on, carrying the state {change} {estimate(row, 'excess_nll')} nats a token{doubt}, "
         "against the same model in fresh short windows."
@@ -229,112 +269,160 @@ def _control(control: Row | None, base: Row | None) -> str:
         return f"{start} broke: its loss is not a number from position {count(control['broken_at'])} on."
     if control["verdict"] == "UNDECIDED":
         return f"{start} is UNDECIDED: whether the steps alone are enough is not settled."
+    if control["verdict"] == "FAIL" and not _fails_beyond(control):
+        enough = ", so the steps alone may be enough" if _fails_beyond(base) else ""
+        return f"{start} fails inside the training length; a failure beyond it is not shown{enough}."
     if not _fails_beyond(base):
-        return f"{start} {'passes' if control['verdict'] == 'PASS' else 'fails'}."
+        return f"{start} {'passes' if control['verdict'] == 'PASS' else 'fails beyond the training length'}."
     if control["verdict"] == "PASS":
         return f"{start} passes too: the additional training alone is enough here, and no special initial state is needed."
+    if not finite(control.get("removed_base")):
+        return (
+            f"{start} still fails: what share of the base model's far excess the steps alone remove is not defined, "
+            f"because {_undefined(base, 'the base model')}."
+        )
     amount = _removed(control, "removed_base")
     effect = {
         1: f"the steps alone take away {amount} of the base model's far excess",
         -1: f"the steps alone make it worse, the far excess grows by {amount} of the base model's",
         0: f"the steps alone change nothing that can be established ({amount} of the base model's far excess removed)",
-        None: f"the steps alone remove {amount} of the base model's far excess, without an interval",
+        None: f"the steps alone remove {amount} of the base model's far excess",
     }[direction(control, "removed_base")]
     return f"{start} still fails: {effect}."
+
+
+def _undefined(reference: Row | None, who: str) -> str:
+    """Why no share of the far excess of `reference`, called `who`, can be given."""
+    if reference is None:
+        return f"the tables do not hold {who}"
+    if finite(reference.get("broken_at")):
+        return f"{who}'s loss is not a number from position {count(reference['broken_at'])} on"
+    if not finite(reference.get("excess_nll_base")):
+        return f"{who}'s far excess was not measured"
+    return f"{who}'s far excess, {_signed(reference, 'excess_nll_base')} nats, is not clearly above zero"
 
 
 def _repairs(others: Sequence[tuple[str, Row]], base: Row | None, control: Row | None) -> str:
     if not _fails_beyond(base):
         verdicts = listing([f"{name} {row['verdict']}" for name, row in others])
         return f"No failure beyond the training length is established, so none of these is a repair: {verdicts}."
-    against = _reference(control)
+    references = [("removed_base", base, "the base model", "the base")]
+    if control is not None:
+        references.insert(0, ("removed_base_vs_control", control, "the control", "the control"))
     groups: dict[str, list[str]] = {}
     for name, row in others:
-        if finite(row.get("broken_at")):
-            groups.setdefault("broken", []).append(f"{name}, from position {count(row['broken_at'])}")
+        kind = _kind(row, control)
+        if kind == "broken":
+            groups.setdefault(kind, []).append(f"{name}, from position {count(row['broken_at'])}")
         else:
-            kind = (
-                row["verdict"]
-                if row["verdict"] != "FAIL"
-                else {1: "helped", -1: "worse"}.get(direction(row, against) or 0, "neither")
-            )
-            groups.setdefault(kind, []).append(f"{name} {_removed(row, against)}")
+            shares = [f"{_share(row, column)} of {short}'s" for column, _, _, short in references if finite(row.get(column))]
+            groups.setdefault(kind, []).append(f"{name} {', '.join(shares) or '(no share)'}")
     sentences = [
-        f"{topic}: {listing(groups[kind])}."
+        f"{topic}: {'; '.join(groups[kind])}."
         for kind, topic in (
             ("PASS", "Repaired (PASS)"),
             ("helped", "Reduced, not repaired (FAIL)"),
-            ("neither", "No effect established (FAIL)"),
-            ("worse", "Made worse, by (FAIL)"),
+            ("control only", "Better than the control, not shown to be better than the base model (FAIL)"),
+            (
+                "neither",
+                "No effect established (FAIL)" if control is None else "No effect of the initial state established (FAIL)",
+            ),
+            ("worse", f"Worse than {'the base model' if control is None else 'the control'} (FAIL)"),
+            ("inside", "FAIL inside the training length, a failure beyond it is not shown"),
             ("UNDECIDED", "UNDECIDED"),
             ("broken", "Broken, the loss is not a number (FAIL)"),
         )
         if kind in groups
     ]
     if "PASS" not in groups:
-        sentences.insert(0, "By the verdict of Def. 3.2 no initial state repairs it at this budget.")
-    whose = "the base model's" if control is None else "the control's"
-    if any(finite(row.get(against)) for _, row in others):
+        open_ = "UNDECIDED" in groups or "inside" in groups
+        shown = "is shown to repair it" if open_ else "repairs it"
+        sentences.insert(0, f"By the verdict of Def. 3.2 no initial state {shown} at this budget.")
+    whole = [(name, row) for name, row in others if not finite(row.get("broken_at"))]
+    if any(finite(row.get(column)) for _, row in whole for column, *_ in references):
         sentences.append(
-            f"The percentages are the share of {whose} far excess (against the base model's short windows) that is gone."
+            "The percentages are the shares of a far excess (against the base model's short windows) that are gone; below zero it grew."
         )
-    else:
-        sentences.append(f"Shares are not given: {whose} own far excess is not clearly above zero.")
+    for column, reference, who, _ in references:
+        if whole and not any(finite(row.get(column)) for _, row in whole):
+            sentences.append(f"Shares of {who}'s far excess are not defined: {_undefined(reference, who)}.")
     return " ".join(sentences)
+
+
+def _share(row: Row, name: str) -> str:
+    return f"{share(row[name])} ({between(row, name, share) or NO_INTERVAL})"
 
 
 def _removed(row: Row, name: str) -> str:
     """The share removed with its interval; a growth is written as a positive share."""
-    if not finite(row.get(name)):
-        return "(no share)"
     if direction(row, name) != -1:
-        return estimate(row, name, share)
+        return _share(row, name)
     return f"{share(-row[name])} ({share(-row[f'{name}_high'])} to {share(-row[f'{name}_low'])})"
 
 
 def _reset(others: Sequence[tuple[str, Row]], context: int) -> str:
-    """Carried minus reset loss of the same model: below zero, carrying is worth it."""
-    known = [(name, row) for name, row in others if finite(row.get("beats_reset"))]
-    if not known:
-        return "Not measured: the evaluation ends too early."
-    groups: dict[int | None, list[str]] = {}
-    for name, row in known:
-        groups.setdefault(direction(row, "beats_reset"), []).append(f"{name} {_signed(row, 'beats_reset')}")
-    parts = []
-    if -1 in groups:
-        parts.append(f"carrying beats resetting for {listing(groups[-1])}")
-    if 1 in groups:
-        parts.append(f"resetting would still be better for {listing(groups[1])}")
-    level = [*groups.get(0, []), *groups.get(None, [])]
-    if level:
-        parts.append(f"the two cannot be told apart for {listing(level)}")
-    return (
-        f"The plain alternative is to reset the state every {context:,} tokens. Far out, in nats of carried minus reset loss of the same model: "
-        f"{'; '.join(parts)}."
-    )
+    """Carried loss minus that of the base model reset: below zero, the arm is worth more than no training at all."""
+    groups = _by_direction(others, "beats_base_reset")
+    own = [f"{name} {_signed(row, 'beats_reset')}" for name, row in others if finite(row.get("beats_reset"))]
+    broken = [name for name, row in others if finite(row.get("broken_at"))]
+    if not groups and not own:
+        if len(broken) == len(others):
+            return f"Not defined: the loss of {listing(broken)} is not a number far out."
+        return "Not measured far out by this evaluation."
+    sentences = []
+    if groups:
+        parts = []
+        if -1 in groups:
+            parts.append(f"carrying beats it for {listing(groups[-1])}")
+        if 1 in groups:
+            parts.append(f"it would still be better than {listing(groups[1])}")
+        if level := [*groups.get(0, []), *groups.get(None, [])]:
+            parts.append(f"the two cannot be told apart for {listing(level)}")
+        sentences.append(
+            f"The alternative that needs no training is the base model, its state reset every {context:,} tokens. "
+            f"Far out, in nats of carried loss minus that one's: {'; '.join(parts)}."
+        )
+    else:
+        sentences.append("Against the base model's reset nothing was measured.")
+    if own:
+        sentences.append(f"Against resetting the arm itself: {listing(own)}.")
+    return " ".join(sentences)
 
 
-def _price(others: Sequence[tuple[str, Row]]) -> str:
-    known = [(name, row) for name, row in others if finite(row.get("short_context_cost"))]
-    if not known:
+def _price(others: Sequence[tuple[str, Row]], control: Row | None, control_name: str) -> str:
+    arms = others if control is None else [(control_name, control), *others]
+    against_base = [f"{name} {_signed(row, 'short_context_cost')}" for name, row in arms if finite(row.get("short_context_cost"))]
+    if not any(finite(row.get("short_context_cost")) for _, row in others):
         return "What the repair costs on short contexts was not measured."
+    sentences = [f"Change of the loss inside the training length, in nats. Against the base model: {listing(against_base)}."]
+    groups = _by_direction(others, "short_context_cost_vs_control")
+    if control is None:
+        sentences.append("Without a control, how much of it is due to the steps alone is unknown.")
+    elif not groups:
+        sentences.append("The cost against the control, the only one that belongs to the initial state, is not defined.")
+    else:
+        parts = []
+        if 1 in groups:
+            parts.append(f"not free: {listing(groups[1])}")
+        if -1 in groups:
+            parts.append(f"better than the control: {listing(groups[-1])}")
+        if level := [*groups.get(0, []), *groups.get(None, [])]:
+            parts.append(f"no cost established: {listing(level)}")
+        sentences.append(f"Only the cost against the control belongs to the initial state; {'; '.join(parts)}.")
+    return " ".join(sentences)
+
+
+def _by_direction(rows: Sequence[tuple[str, Row]], name: str) -> dict[int | None, list[str]]:
+    """Names with their values, by what their intervals establish; rows without the value are left out."""
     groups: dict[int | None, list[str]] = {}
-    for name, row in known:
-        groups.setdefault(direction(row, "short_context_cost"), []).append(f"{name} {_signed(row, 'short_context_cost')}")
-    parts = []
-    if 1 in groups:
-        parts.append(f"not free: {listing(groups[1])}")
-    if -1 in groups:
-        parts.append(f"even better than before: {listing(groups[-1])}")
-    level = [*groups.get(0, []), *groups.get(None, [])]
-    if level:
-        parts.append(f"no cost established: {listing(level)}")
-    return f"Change of the loss inside the training length, in nats against the base model; {'; '.join(parts)}."
+    for who, row in rows:
+        if finite(row.get(name)):
+            groups.setdefault(direction(row, name), []).append(f"{who} {_signed(row, name)}")
+    return groups
 
 
 def _signed(row: Row, name: str) -> str:
-    interval = between(row, name)
-    return nats(row[name], signed=True) + (f" ({interval})" if interval else "")
+    return f"{nats(row[name], signed=True)} ({between(row, name) or NO_INTERVAL})"
 
 
 def certainty(rows: Sequence[Row]) -> str:
