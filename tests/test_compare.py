@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ def write_evaluation(
     context: int = CONTEXT,
     broken_at: int | None = None,
     first: int = 0,
+    noise: float = 0.01,
 ) -> Path:
     """An evaluation as `evaluate` writes it, whose own windows score 3 + the text's level + `cost`, and whose carried state scores `excess` above them beyond T_train."""
     generator = np.random.default_rng(5)  # the same texts for every arm
@@ -42,7 +44,7 @@ def write_evaluation(
     own = np.random.default_rng([11, len(arm), seed or 0, int(1e3 * excess)])
     far = (bins.low > context).astype(float)
     window = 3.0 + cost + level + 0.001 * own.normal(size=(units, len(bins)))
-    carried = window + far * (excess + shift + 0.01 * own.normal(size=(units, 1)))
+    carried = window + far * (excess + shift + noise * own.normal(size=(units, 1)))
     reset = window + far * 0.04
     if broken_at is not None:
         carried[0, bins.high >= broken_at] = np.nan
@@ -185,6 +187,12 @@ def test_verdicts(figure):
     assert passing["short_context_cost_low"] > 0
     assert passing["beats_reset"] == pytest.approx(0.08, abs=0.01)
     assert passing["beats_reset_low"] > 0
+    assert passing["beats_base_reset"] == pytest.approx(0.13, abs=0.01)  # the base's reset does not pay the cost of 0.05
+    assert passing["beats_base_reset_low"] > 0.08
+    assert base["beats_base_reset"] == base["beats_reset"]
+    assert passing["fails_beyond"] is True
+    assert passing["worst_beyond"] > CONTEXT
+    assert passing["gap_beyond_low"] > 0.02
     assert passing["ppl_ratio"] == pytest.approx(np.exp(0.12), rel=0.01)
     assert (passing["steps"], passing["tokens"], passing["learning_rate"]) == (3, 192, 5e-4)
     assert base["short_context_cost"] == base["short_context_cost_high"] == 0.0
@@ -193,6 +201,59 @@ def test_verdicts(figure):
     assert control["removed_vs_control"] is None
     assert passing["interval"] == "95 % bootstrap over 24 documents"
     assert passing["verdict_interval"] == "95 % bootstrap over 12 documents"
+
+
+def test_cost_against_the_control(tmp_path):
+    evaluations = [write_evaluation(tmp_path, "base", 0, excess=1.0)]
+    for seed in (0, 1):
+        evaluations.append(write_evaluation(tmp_path, "control", seed, excess=0.8, cost=0.02 + 0.02 * seed))
+        evaluations.append(write_evaluation(tmp_path, "sp", seed, excess=0.1, cost=0.05 + 0.02 * seed))
+    verdicts = run(tmp_path, evaluations, ["base", "control", "sp"])["verdicts"]
+    for seed in (None, 0, 1):
+        found = row(verdicts, "sp", seed)
+        assert found["short_context_cost_vs_control"] == pytest.approx(0.03, abs=0.002)
+        assert 0.02 < found["short_context_cost_vs_control_low"] < found["short_context_cost_vs_control_high"] < 0.04
+    assert row(verdicts, "sp")["short_context_cost"] == pytest.approx(0.06, abs=0.002)
+    for arm in ("base", "control"):
+        assert row(verdicts, arm)["short_context_cost_vs_control"] is None
+    metrics = json.loads((tmp_path / "comparison/metrics.json").read_text())
+    assert metrics["m"]["sp"]["short_context_cost_vs_control"] == pytest.approx(0.03, abs=0.002)
+    assert metrics["m"]["sp"]["fails_beyond"] is True
+    without = tmp_path / "without"
+    evaluations = [write_evaluation(without, arm, 0, excess=0.5) for arm in ("base", "sp")]
+    assert row(run(without, evaluations, ["base", "sp"])["verdicts"], "sp")["short_context_cost_vs_control"] is None
+
+
+def test_a_share_does_not_depend_on_the_number_of_resamples(tmp_path):
+    """The base's excess is above zero by its interval, and below zero in a few of many resamples."""
+    found = {}
+    for resamples in (100, 5000):
+        root = tmp_path / str(resamples)
+        evaluations = [
+            write_evaluation(root, "base", 0, excess=0.65, noise=1.0),
+            write_evaluation(root, "sp", 0, excess=0.0),
+        ]
+        verdicts = run(root, evaluations, ["base", "sp"], resamples=resamples)["verdicts"]
+        assert row(verdicts, "base")["excess_nll_low"] > 0
+        found[resamples] = row(verdicts, "sp")
+    assert found[100]["removed"] == found[5000]["removed"] == pytest.approx(1.0, abs=0.05)
+    assert found[5000]["removed_low"] < found[5000]["removed"] < found[5000]["removed_high"]
+    nothing = [write_evaluation(tmp_path / "n", arm, 0, excess=0.1, noise=1.0) for arm in ("base", "sp")]
+    assert row(run(tmp_path / "n", nothing, ["base", "sp"])["verdicts"], "sp")["removed"] is None
+
+
+def test_losses_too_large_for_a_perplexity(tmp_path):
+    evaluations = [write_evaluation(tmp_path, arm, 0, excess=excess) for arm, excess in (("base", 800.0), ("sp", 0.1))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tables = run(tmp_path, evaluations, ["base", "sp"])
+    base = row(tables["verdicts"], "base")
+    assert base["verdict"] == "FAIL"
+    for name in ("ppl_far", "ppl_ratio"):
+        assert base[name] == base[f"{name}_low"] == base[f"{name}_high"] == np.inf
+    assert base["excess_nll"] == pytest.approx(800.0, rel=1e-3)
+    assert curve(tables["curves"], "base", "ppl")["value"].is_infinite().to_list() == (BINS.low > CONTEXT).tolist()
+    assert np.isfinite(row(tables["verdicts"], "sp")["ppl_far"])
 
 
 def test_differences_are_paired(figure):

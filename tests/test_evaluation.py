@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -19,6 +21,8 @@ from farstate.evaluation import perplexity
 from farstate.evaluation.bins import Bins, log_bins
 from farstate.evaluation.perplexity import EvaluationSettings, Losses, evaluate, measure
 from farstate.evaluation.positions import BLOCK, PositionSums, write_positions
+from farstate.evaluation.progress import ScoringProgress
+from farstate.evaluation.stages import perplexity_stage
 from farstate.evaluation.stream import stream_nll
 from farstate.evaluation.texts import select
 from farstate.evaluation.uncertainty import resample
@@ -27,6 +31,7 @@ from farstate.files import read_manifest, write_manifest
 from farstate.models.checkpoints import save_model
 from farstate.models.config import Mamba2Config
 from farstate.models.language_model import LanguageModel
+from farstate.ops.precision import flushed_denormals
 from farstate.params import Evaluate
 from golden import check, ramp
 
@@ -312,7 +317,7 @@ def test_stage_tables(tmp_path):
 
 
 def test_stage_against_the_definition(tmp_path):
-    table, positions, _ = run(tmp_path, [90, 41], stretches_per_document=2)
+    table, positions, manifest = run(tmp_path, [90, 41], stretches_per_document=2)
     model = small_model()
     rows = {(1, 0): text(90, 1)[:41], (1, 1): text(90, 1)[40:81], (2, 0): text(41, 2)}
     nll = {key: np.array([direct(model, row[: t + 1]) for t in range(1, 41)]) for key, row in rows.items()}
@@ -320,8 +325,13 @@ def test_stage_against_the_definition(tmp_path):
         own = table.filter((pl.col("document") == f"{document:064x}") & (pl.col("stretch") == stretch))
         for low, high, total in own.select("position_low", "position_high", "nll_carried").iter_rows():
             assert total == pytest.approx(values[low - 1 : high].sum(), rel=1e-4)
-    equal = ((nll[1, 0] + nll[1, 1]) / 2 + nll[2, 0]) / 2
-    np.testing.assert_allclose(positions["nll_carried"], equal, rtol=1e-4)
+    # Every stretch counts once, as in the bins: the two tables tell of the same mean.
+    np.testing.assert_allclose(positions["nll_carried"], np.mean(list(nll.values()), axis=0), rtol=1e-4)
+    for kind in ("nll_carried", "nll_window"):
+        for (low, high), rows_of_bin in table.group_by("position_low", "position_high"):
+            pooled = rows_of_bin[kind].sum() / rows_of_bin["tokens"].sum()
+            assert positions[kind][low - 1 : high].mean() == pytest.approx(pooled, rel=1e-9)
+    assert manifest["positions_mean"] == "over all stretches, each with the same weight"
 
 
 def test_result_does_not_depend_on_rows_and_segments(tmp_path):
@@ -436,6 +446,59 @@ def test_progress_reaches_the_total(tmp_path):
     done = [a for a, _ in seen]
     assert done == sorted(done)
     assert seen[-1] == (240, 240)
+
+
+def test_progress_is_shown(tmp_path, capsys):
+    save_model(small_model().float(), tmp_path / "model")
+    make_store(tmp_path, [90, 41])
+    stage = SimpleNamespace(
+        one={"checkpoint": tmp_path / "model", "store": tmp_path / "store"}.__getitem__,
+        params={
+            "evaluate": Evaluate(length=40, stretches_per_document=2).model_dump(mode="json"),
+            "context": 6,
+            "labels": {"model": "m", "arm": "base", "seed": 0},
+        },
+        output=tmp_path / "m.base.s0",
+        threads=1,
+        settings=SimpleNamespace(device="cpu", evaluation_rows=2, evaluation_segment=16),
+    )
+    perplexity_stage(stage)
+    assert re.search(r"farstate: m.base.s0: 100 % scored, \S+ tokens/s, 0:00:00 left\n$", capsys.readouterr().err)
+
+
+def test_progress_now_and_then(capsys, monkeypatch):
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr("farstate.training.progress.time.monotonic", lambda: float(next(clock)))
+    with ScoringProgress("long") as progress:
+        for done in (100, 200, 300, 300, 400, 500, 600):
+            progress(done, 4000)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "farstate: long: 7 % scored, 25 tokens/s, 0:02:28 left",
+        "farstate: long: 12 % scored, 21 tokens/s, 0:02:48 left",
+    ]
+
+
+def flushes() -> bool:
+    return (torch.full((4,), 1.5e-38) * 0.5).eq(0).all().item()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_numbers_below_the_normal_range_are_flushed(tmp_path, monkeypatch, before):
+    if not torch.set_flush_denormal(before):
+        pytest.skip("this CPU cannot flush")
+    try:
+        with flushed_denormals():
+            assert flushes()
+        assert flushes() is before
+        seen = []
+        whole = perplexity.stream_nll
+        monkeypatch.setattr(perplexity, "stream_nll", lambda *args, **kwargs: (seen.append(flushes()), whole(*args, **kwargs))[1])
+        run(tmp_path, [41])
+        assert seen == [True]
+        assert flushes() is before
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_golden(tmp_path, monkeypatch):

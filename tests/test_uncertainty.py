@@ -70,7 +70,9 @@ def test_weights_by_kind():
     assert one.label == "95 % bootstrap over 8 stretches of one document; says nothing about other documents"
     two = draw(names(2, 3))
     assert np.all(two.weights.reshape(-1, 2, 3).sum(axis=2) == 3)
-    for nothing in (draw(names(1)), draw(names(2))):
+    assert two.freedom == 2
+    # A document of one stretch would count as free of variance.
+    for nothing in (draw(names(1)), draw(names(2)), draw(["a", "b", "b", "b"])):
         assert nothing.kind == "none"
         assert np.isnan(nothing.interval(*nothing.mean(np.ones(len(nothing.weights[0])), np.ones(len(nothing.weights[0]))))).all()
 
@@ -126,6 +128,35 @@ def test_band_holds_everywhere_at_once():
     print(f"band {inside / 300:.3f}, pointwise intervals all at once {pointwise / 300:.3f}")
     assert inside / 300 >= 0.92
     assert pointwise < inside
+
+
+@pytest.mark.parametrize(("documents", "stretches"), [(5, 1), (12, 1), (20, 1), (5, 4)])
+def test_band_of_few_documents_with_independent_positions(documents, stretches):
+    """The hardest case for a simultaneous band: nothing is learnt about one position from another."""
+    generator = np.random.default_rng(4)
+    trials, inside = 500, 0
+    for _ in range(trials):
+        curve = np.repeat(generator.normal(size=(documents, 20)), stretches, axis=0)
+        if stretches > 1:
+            curve += 0.5 * generator.normal(size=curve.shape)
+        resamples = resample(names(documents, stretches), resamples=200, confidence=0.95, generator=generator)
+        low, high = resamples.band(*resamples.mean(curve, np.ones(len(curve))))
+        inside += bool(np.all((low <= 0) & (high >= 0)))
+    print(f"{documents} documents × {stretches}: {inside / trials:.3f}")
+    assert inside / trials >= 0.93
+
+
+@pytest.mark.parametrize(("first", "second"), [(4, 4), (3, 9)])
+def test_coverage_within_two_documents(first, second):
+    generator = np.random.default_rng(6)
+    documents, held = ["a"] * first + ["b"] * second, 0
+    for _ in range(400):
+        values = generator.normal(size=first + second)
+        resamples = resample(documents, resamples=300, confidence=0.95, generator=generator)
+        low, high = resamples.interval(*resamples.mean(values, np.ones(values.size)))
+        held += bool(low <= 0.0 <= high)
+    print(f"stretches {first} + {second}: {held / 400:.3f}")
+    assert held / 400 >= 0.92
 
 
 def test_pairing_narrows_a_difference():
@@ -230,6 +261,47 @@ def test_a_broken_model_fails_with_its_position():
     assert (result.outcome, result.worst_position) == ("FAIL", 777)
     assert np.isnan(result.gap)
     assert verdict_of(sums).worst_position == BINS.low[-2]
+    assert (result.fails_beyond, result.worst_beyond) == (True, 777)
+    assert np.isnan([result.gap_beyond, result.gap_beyond_low, result.gap_beyond_high]).all()
+    sums[3] = np.nan
+    assert verdict_of(sums, broken_at=5).worst_position == 5
+    assert verdict_of(sums, broken_at=5).worst_beyond == 33
+    sums = losses(falling)
+    sums[3, 0] = np.nan
+    result = verdict_of(sums)
+    assert (result.outcome, result.fails_beyond, result.worst_beyond) == ("FAIL", None, None)
+
+
+def bumped(beyond):
+    """A loss that is lowest at 8, higher by 1 from there to the training context, and by `beyond` after it."""
+    return lambda t: 4.0 - 0.3 * np.log2(np.minimum(t, 7)) + 1.0 * ((t > 8) & (t <= 32)) + beyond * (t > 32)
+
+
+def test_a_bump_within_the_context_hides_no_failure_beyond_it():
+    result = verdict_of(losses(bumped(0.4), noise=0.02))
+    assert result.outcome == "FAIL"
+    assert result.worst_position <= 32
+    assert result.gap == pytest.approx(1.0, abs=0.05)
+    assert result.fails_beyond is True
+    assert result.worst_beyond > 32
+    assert result.gap_beyond == pytest.approx(0.4, abs=0.05)
+    assert 0.02 < result.gap_beyond_low < result.gap_beyond < result.gap_beyond_high
+
+
+def test_a_bump_within_the_context_is_no_failure_beyond_it():
+    result = verdict_of(losses(bumped(-0.2), noise=0.02))
+    assert result.outcome == "FAIL"
+    assert result.worst_position <= 32
+    assert result.fails_beyond is False
+    assert result.worst_beyond > 32
+    assert result.gap_beyond == pytest.approx(-0.2, abs=0.05)
+
+
+def test_beyond_the_context_of_a_falling_or_rising_curve():
+    rising = verdict_of(losses(lambda t: falling(t) + 0.4 * np.log2(np.maximum(t / 32, 1))))
+    assert rising.fails_beyond is True
+    assert (rising.worst_beyond, rising.gap_beyond, rising.gap_beyond_low) == (rising.worst_position, rising.gap, rising.gap_low)
+    assert verdict_of(losses(lambda t: 4.0 - 0.3 * np.log2(t))).fails_beyond is False
 
 
 def test_few_documents_are_split_by_stretches():
@@ -240,6 +312,10 @@ def test_few_documents_are_split_by_stretches():
     single = verdict_of(losses(shape, 1, 1), 1, 1)
     assert single.outcome == "UNDECIDED"
     assert single.interval.startswith("no interval")
+    assert single.fails_beyond is None
+    assert single.worst_beyond == BINS.position[-1]
+    assert single.gap_beyond > 1.0
+    assert np.isnan(single.gap_beyond_low)
 
 
 def test_halves_are_deterministic_disjoint_and_even():
@@ -262,3 +338,4 @@ def test_nothing_beyond_the_context_is_undecided():
     result = judge(sums, bins, 32, names(30), [0] * 30, **options)
     assert result.outcome == "UNDECIDED"
     assert result.worst_position is None
+    assert (result.fails_beyond, result.worst_beyond) == (None, None)

@@ -50,7 +50,9 @@ _ESTIMATES = (
     "removed_vs_control",
     "removed_base_vs_control",
     "short_context_cost",
+    "short_context_cost_vs_control",
     "beats_reset",
+    "beats_base_reset",
 )
 _OVER_SEEDS = ("excess_nll", "excess_nll_base", "removed", "removed_base", "short_context_cost")
 VERDICT_SCHEMA: dict[str, Any] = {
@@ -65,6 +67,11 @@ VERDICT_SCHEMA: dict[str, Any] = {
     "gap": pl.Float64,
     "gap_low": pl.Float64,
     "gap_high": pl.Float64,
+    "fails_beyond": pl.Boolean,
+    "worst_beyond": pl.Int64,
+    "gap_beyond": pl.Float64,
+    "gap_beyond_low": pl.Float64,
+    "gap_beyond_high": pl.Float64,
     "tolerance": pl.Float64,
     "confidence": pl.Float64,
     "verdict_interval": pl.String,
@@ -150,7 +157,11 @@ def compare(
       `excess_nll_base` (carried − the base model's windows), in a row per model, arm, seed and bin; a null seed is
       the mean over seeds (of the NLL), with the interval over documents.
     - `references.parquet`, same columns: `ppl_window`, `ppl_reset`, `reset_excess` (reset − windows of the same model).
-    - `verdicts.parquet` (VERDICT_SCHEMA), a row per model, arm and seed, null: all seeds together.
+    - `verdicts.parquet` (VERDICT_SCHEMA), a row per model, arm and seed, null: all seeds together. Negative is better in
+      `beats_reset` (far loss of the carried state − that of the same model with its state reset every T_train tokens) and in
+      `beats_base_reset` (− that of the *base* model reset so, which needs no post-training and so is what an arm must beat).
+      `short_context_cost` is the loss within T_train − the base's, `short_context_cost_vs_control` − the control's.
+      A perplexity too large for a float64 is infinite, a number that does not exist is null.
     - `ages.parquet` (AGE_SCHEMA): share of training sequences by the age in tokens of their initial state; null: noise.
     - `metrics.json`: model → arm → a few numbers of the null-seed row.
 
@@ -249,7 +260,7 @@ class _Model:
         low, high = self.resamples.interval(value, drawn)
         if perplexity:
             # The interval is made for the mean NLL and carried over: exp is monotone.
-            value, low, high = np.exp(value), np.exp(low), np.exp(high)
+            value, low, high = _exp(value), _exp(low), _exp(high)
         count = len(self.texts.bins)
         return pl.DataFrame(
             {
@@ -295,6 +306,11 @@ class _Model:
                 "gap": verdict.gap,
                 "gap_low": verdict.gap_low,
                 "gap_high": verdict.gap_high,
+                "fails_beyond": verdict.fails_beyond,
+                "worst_beyond": verdict.worst_beyond,
+                "gap_beyond": verdict.gap_beyond,
+                "gap_beyond_low": verdict.gap_beyond_low,
+                "gap_beyond_high": verdict.gap_beyond_high,
                 "tolerance": self.settings.tolerance,
                 "confidence": self.settings.confidence,
                 "verdict_interval": verdict.interval,
@@ -320,11 +336,14 @@ class _Model:
         found: dict[str, Drawn | None] = dict.fromkeys(_ESTIMATES)
         if near.stop:
             found["short_context_cost"] = self._mean(run.carried - self.base.carried, near)
+            if (CONTROL, None) in self.runs and arm not in (BASE, CONTROL):
+                found["short_context_cost_vs_control"] = self._mean(run.carried - self._control(seed).carried, near)
         if far.start == far.stop:
             return found
         found["excess_nll"] = self._mean(run.carried - run.window, far)
         found["excess_nll_base"] = self._mean(run.carried - self.base.window, far)
         found["beats_reset"] = self._mean(run.carried - run.reset, far)
+        found["beats_base_reset"] = self._mean(run.carried - self.base.reset, far)
         level = self._mean(run.carried, far)
         found["ppl_far"] = level
         if t_star is not None:
@@ -334,13 +353,16 @@ class _Model:
         for name, other in (("", BASE), ("_vs_control", CONTROL)):
             if (other, None) not in self.runs or arm in (BASE, other):
                 continue
-            # A seed is held against the same seed of the control, the mean against the mean.
-            reference = self.runs.get((other, seed), self.runs[other, None]) if other == CONTROL else self.base
+            reference = self._control(seed) if other == CONTROL else self.base
             found[f"removed{name}"] = self._removed(found["excess_nll"], self._mean(reference.carried - reference.window, far))
             found[f"removed_base{name}"] = self._removed(
                 found["excess_nll_base"], self._mean(reference.carried - self.base.window, far)
             )
         return found
+
+    def _control(self, seed: int | None) -> Run:
+        """What a seed is held against: the same seed of the control; the mean, and a seed it lacks, against its mean."""
+        return self.runs.get((CONTROL, seed), self.runs[CONTROL, None])
 
     def _mean(self, sums: Floats, bins: slice) -> Drawn:
         """Mean over all (text, position) pairs of some bins, each token with the same weight."""
@@ -348,15 +370,17 @@ class _Model:
         return self.resamples.mean(sums[:, bins].sum(axis=1) / tokens, np.ones(len(sums)))
 
     def _removed(self, arm: Drawn | None, reference: Drawn) -> Drawn | None:
-        """The fraction 1 − arm / reference; None unless the reference's excess is clearly above zero.
+        """The fraction 1 − arm / reference; None unless the interval of the reference's excess lies above zero.
 
-        A share of something that may be nothing has no meaning and no interval.
+        A share of something that may be nothing has no meaning and no interval. The rare resample in which the excess
+        is not above zero has no share.
         """
         low, _ = self.resamples.interval(*reference)
-        floor = reference[0] if math.isnan(low) else min(float(low), float(reference[1].min()))
+        floor = float(reference[0] if math.isnan(low) else low)
         if arm is None or not floor > 0.0:
             return None
-        return np.asarray(1.0 - arm[0] / reference[0]), 1.0 - arm[1] / reference[1]
+        shared = reference[1] > 0.0
+        return np.asarray(1.0 - arm[0] / reference[0]), 1.0 - arm[1][shared] / reference[1][shared]
 
     def _numbers(self, name: str, drawn: Drawn | None) -> tuple[float, float, float] | tuple[None, None, None]:
         if drawn is None:
@@ -364,7 +388,7 @@ class _Model:
         low, high = self.resamples.interval(*drawn)
         numbers = float(drawn[0]), float(low), float(high)
         if name in ("ppl_far", "ppl_ratio"):  # means and differences of NLL until here
-            return tuple(map(math.exp, numbers))  # type: ignore[return-value]
+            return tuple(_exp(np.array(numbers)).tolist())
         return numbers
 
     def _over_seeds(self, arm: str) -> dict[str, float]:
@@ -531,13 +555,23 @@ def _metrics(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "removed",
         "removed_vs_control",
         "short_context_cost",
+        "short_context_cost_vs_control",
         "beats_reset",
+        "beats_base_reset",
+        "fails_beyond",
+        "gap_beyond",
     )
     flat: dict[str, Any] = {}
     for row in verdicts:
         if row["seed"] is None:
             flat.setdefault(row["model"], {})[row["arm"]] = {name: row[name] for name in names if row[name] is not None}
     return flat
+
+
+def _exp(values: Floats) -> Floats:
+    """exp, infinite where it is too large for a float64."""
+    with np.errstate(over="ignore"):
+        return np.exp(values)
 
 
 def _null(value: Any) -> Any:

@@ -21,6 +21,7 @@ from farstate.evaluation.texts import Text, select
 from farstate.evaluation.windows import stride, window_nll
 from farstate.files import MANIFEST, atomic_path, write_manifest
 from farstate.models.checkpoints import load_model
+from farstate.ops.precision import flushed_denormals
 from farstate.params import Evaluate
 
 Floats = npt.NDArray[np.float64]
@@ -58,8 +59,8 @@ class Losses:
     Attributes:
         bins: the bins of the positions 1 … length.
         sums: by kind (carried, window, reset), nats summed over each bin's positions, shape (texts, bins).
-        positions: for carried and window, the mean over documents at every position; a document counts once,
-            by the mean of its stretches.
+        positions: for carried and window, the mean over texts at every position; every text (stretch) has the same
+            weight, so that the mean over a bin's positions is the mean over all its (text, position) pairs.
         broken: by kind, the first position of each text whose loss is not finite, 0 where there is none.
     """
 
@@ -85,7 +86,8 @@ def evaluate(
     `perplexity.parquet` holds one row per text and bin: model, arm, seed, train_length, document, stretch,
     position_low, position_high, tokens, and nll_carried, nll_window, nll_reset, float64 *sums* in nats over
     the bin's positions (divide by tokens). `positions.parquet` holds one row per position: position,
-    documents, nll_carried, nll_window, means over documents, each by the mean of its stretches.
+    documents, nll_carried, nll_window, means over all stretches, each with the same weight (as in every curve, so that a
+    document of many stretches weighs more than one of few); `documents` says of how many documents they are.
     A loss that is not finite makes the values it enters NaN; the manifest's `broken_at` says where it began.
 
     Args:
@@ -114,7 +116,8 @@ def evaluate(
             f"{checkpoint}: knows {model.config.vocabulary_size} symbols, the token store {store_directory} uses "
             f"{store.vocabulary_size}; evaluate it on a store made with its own tokenizer"
         )
-    losses = measure(model, store, texts, evaluate, context, settings, progress)
+    with flushed_denormals():
+        losses = measure(model, store, texts, evaluate, context, settings, progress)
 
     with atomic_path(output / "perplexity.parquet") as path:
         perplexity_table(losses, texts, labels, context).write_parquet(path)
@@ -136,7 +139,7 @@ def evaluate(
             "bins": len(losses.bins),
             "window_stride": stride(context),
             "broken_at": {kind: _broken(losses.broken[kind], texts) for kind in KINDS},
-            "positions_mean": "over documents, each by the mean of its stretches",
+            "positions_mean": "over all stretches, each with the same weight",
         },
         ["perplexity.parquet", "positions.parquet"],
     )
@@ -160,7 +163,6 @@ def measure(
     sums = {kind: np.zeros((len(texts), len(bins))) for kind in KINDS}
     broken = {kind: np.zeros(len(texts), dtype=np.int64) for kind in KINDS}
     positions = {kind: PositionSums(length) for kind in ("carried", "window")}
-    weight = _weights(texts)
     total, done = 2 * len(texts) * length, 0
 
     def report(scored: int) -> None:
@@ -186,7 +188,7 @@ def measure(
             bin_of = bins.index(at)
             begins = np.flatnonzero(np.diff(bin_of, prepend=-1))
             sums["carried"][here, bin_of[begins]] += np.add.reduceat(nll, begins, axis=1)
-            mean = weight[here] @ nll
+            mean = nll.sum(axis=0) / len(texts)
             near = at <= context
             positions["carried"].add(at, mean)
             positions["window"].add(at[near], mean[near])
@@ -210,7 +212,7 @@ def measure(
                 row_of, at, nll = lines[mask], scored.positions[mask], scored.nll[mask]
                 np.add.at(sums[kind], (row_of, bins.index(at)), nll)
                 if kind in positions:
-                    positions[kind].add(at, weight[row_of] * nll)
+                    positions[kind].add(at, nll / len(texts))
                 lost = np.isnan(nll)
                 _note(broken[kind], row_of[lost], at[lost])
             report(int(scored.in_window.sum()))
@@ -242,12 +244,6 @@ def perplexity_table(losses: Losses, texts: list[Text], labels: Mapping[str, Any
             **{f"nll_{kind}": losses.sums[kind].ravel() for kind in KINDS},
         }
     )
-
-
-def _weights(texts: list[Text]) -> Floats:
-    """1 / (documents · stretches of the text's document): weights of a mean that counts every document once."""
-    names, inverse, stretches = np.unique([text.document for text in texts], return_inverse=True, return_counts=True)
-    return 1.0 / (names.size * stretches[inverse])
 
 
 def _note(first: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:

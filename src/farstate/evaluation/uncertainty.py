@@ -37,6 +37,7 @@ class Resamples:
             factor makes good for both (Hesterberg 2015, "What teachers should know about the bootstrap", on narrowness bias).
         confidence: of the intervals.
         documents, stretches: how many there are.
+        freedom: degrees of freedom of Student's t behind `factor`; 0 without an interval.
     """
 
     weights: Floats
@@ -45,6 +46,7 @@ class Resamples:
     confidence: float
     documents: int
     stretches: int
+    freedom: int
 
     @property
     def label(self) -> str:
@@ -97,8 +99,12 @@ class Resamples:
     def band(self, estimate: npt.ArrayLike, resampled: Floats) -> tuple[Floats, Floats]:
         """Simultaneous band: with the stated confidence the whole curve lies within it.
 
-        The half-width is c standard errors, c the quantile over resamples of the largest standardised
-        deviation over all positions (max-statistic). A position without spread gets a band of width zero.
+        The half-width is c standard errors, c the larger of two critical values: `factor` times the quantile over
+        resamples of the largest standardised deviation over all positions (max-statistic), and Bonferroni's for
+        Student's t. The first alone covers too little for few documents whose positions vary independently: n documents
+        span n − 1 directions, so their resamples hold fewer independent positions than there are, and the errors of
+        all positions are taken for known. The second holds for any dependence. A position without spread gets a
+        band of width zero.
 
         Args:
             estimate: a curve, shape (positions,).
@@ -115,8 +121,13 @@ class Resamples:
         # Rounding leaves a spread of about 1e-16 where every unit agrees: that is no spread.
         spread = error > 1e-12 * np.maximum(1.0, np.abs(centre))
         largest = (deviation[:, spread] / error[spread]).max(axis=1) if spread.any() else np.zeros(len(resampled))
-        half = np.where(spread, self.factor * np.quantile(largest, self.confidence) * error, 0.0)
+        critical = max(self.factor * float(np.quantile(largest, self.confidence)), self._bonferroni(centre.size))
+        half = np.where(spread, critical * error, 0.0)
         return centre - half, centre + half
+
+    def _bonferroni(self, positions: int) -> float:
+        tail = (1.0 - self.confidence) / (2.0 * positions)
+        return math.sqrt((self.freedom + 1) / self.freedom) * student_t_quantile(1.0 - tail, self.freedom)
 
 
 def resample(documents: Sequence[str], *, resamples: int, confidence: float, generator: np.random.Generator) -> Resamples:
@@ -125,30 +136,28 @@ def resample(documents: Sequence[str], *, resamples: int, confidence: float, gen
     At least 20 documents: documents are drawn with replacement, all their stretches with them. 3 to 19:
     documents, then within each drawn document its stretches (two levels); this counts the variance within
     documents twice and errs on the wide side. Below 3: the stretches within each document, the documents
-    held fixed. One unit: no interval.
+    held fixed; no interval where one of them has a single stretch, whose variance nothing tells.
     """
     names, inverse = np.unique(np.asarray(documents), return_inverse=True)
     count, units = int(names.size), int(inverse.size)
     members = [np.flatnonzero(inverse == number) for number in range(count)]
-    if units == 1:
-        return Resamples(np.ones((resamples, 1)), "none", 1.0, confidence, count, units)
     if count < FEW_DOCUMENTS:
         drawn = np.ones((resamples, count), dtype=np.int64)
         kind: Kind = "stretches"
-        freedom = units - count
+        freedom = min(which.size for which in members) - 1
     else:
         drawn = generator.multinomial(count, np.full(count, 1.0 / count), size=resamples)
         kind = "documents" if count >= MANY_DOCUMENTS or units == count else "documents and stretches"
         freedom = count - 1
-    if freedom == 0:  # two documents of one stretch each
-        return Resamples(np.ones((resamples, units)), "none", 1.0, confidence, count, units)
+    if freedom == 0:
+        return Resamples(np.ones((resamples, units)), "none", 1.0, confidence, count, units, 0)
     weights = np.empty((resamples, units))
     for number, which in enumerate(members):
         if kind == "documents":
             weights[:, which] = drawn[:, number, None]
         else:
             weights[:, which] = generator.multinomial(drawn[:, number] * which.size, np.full(which.size, 1.0 / which.size))
-    return Resamples(weights, kind, _factor(freedom, confidence), confidence, count, units)
+    return Resamples(weights, kind, _factor(freedom, confidence), confidence, count, units, freedom)
 
 
 def _factor(freedom: int, confidence: float) -> float:

@@ -9,6 +9,7 @@ too low on the texts it was picked from).
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -48,6 +49,11 @@ class Verdict:
         gap_low, gap_high: the simultaneous band there.
         interval: what the band is, in words.
         split: what was halved.
+        fails_beyond: whether the model fails at some position beyond the training context, by the same band: a rise within
+            the context, however large, is not a failure to generalise. None: not decidable, without a band or positions there.
+        worst_beyond: of the positions beyond the training context, where the gap is largest (of a model that fails
+            there, its lower band); for a broken model, where it breaks there. None: there are none.
+        gap_beyond, gap_beyond_low, gap_beyond_high: gap and band there.
     """
 
     outcome: Outcome
@@ -59,6 +65,11 @@ class Verdict:
     gap_high: float
     interval: str
     split: str
+    fails_beyond: bool | None = None
+    worst_beyond: int | None = None
+    gap_beyond: float = math.nan
+    gap_beyond_low: float = math.nan
+    gap_beyond_high: float = math.nan
 
 
 def halve(documents: Sequence[str], stretches: Sequence[int]) -> Halves:
@@ -126,25 +137,39 @@ def judge(
     lost = np.flatnonzero(~np.isfinite(means).all(axis=0))
     if lost.size:
         worst = broken_at if broken_at is not None else int(bins.low[lost[0]])
-        return Verdict("FAIL", None, nan, worst, nan, nan, nan, label, halves.by)
+        lost_beyond = bins.low[lost][bins.low[lost] > context]
+        if not lost_beyond.size:
+            return Verdict("FAIL", None, nan, worst, nan, nan, nan, label, halves.by)
+        beyond = worst if worst > context else int(lost_beyond[0])
+        return Verdict("FAIL", None, nan, worst, nan, nan, nan, label, halves.by, fails_beyond=True, worst_beyond=beyond)
 
     inside = np.flatnonzero(bins.high <= context)
     if not inside.size:
         inside = np.array([0])
     star = int(inside[np.argmin(means[halves.choose][:, inside].mean(axis=0))])
     tested = means[halves.test]
-    t_star, p_star = int(bins.position[star]), float(np.exp(tested[:, star].mean()))
+    with np.errstate(over="ignore"):
+        t_star, p_star = int(bins.position[star]), float(np.exp(tested[:, star].mean()))
     if star == len(bins) - 1:  # the evaluation ends at t*: there is nothing beyond to fail at
         return Verdict("UNDECIDED", t_star, p_star, None, nan, nan, nan, label, halves.by)
     gap, drawn = resampled.mean(tested[:, star + 1 :] - tested[:, star, None], np.ones(len(tested)))
     low, high = resampled.band(gap, drawn)
-    worst = int(np.argmax(gap))
     outcome: Outcome = "UNDECIDED"
     if np.all(high <= tolerance):
         outcome = "PASS"
     elif np.any(low > tolerance):
         outcome = "FAIL"
-        worst = int(np.argmax(low))
+    worst = _worst(gap, low, tolerance)
+    first = int(np.searchsorted(bins.low[star + 1 :], context, side="right"))
+    fails_beyond: bool | None = None
+    worst_beyond: int | None = None
+    numbers = nan, nan, nan
+    if first < gap.size:
+        at = first + _worst(gap[first:], low[first:], tolerance)
+        if np.all(np.isfinite(low)):
+            fails_beyond = bool(low[at] > tolerance)
+        worst_beyond = int(bins.position[star + 1 + at])
+        numbers = float(gap[at]), float(low[at]), float(high[at])
     return Verdict(
         outcome,
         t_star,
@@ -155,7 +180,15 @@ def judge(
         float(high[worst]),
         label,
         halves.by,
+        fails_beyond,
+        worst_beyond,
+        *numbers,
     )
+
+
+def _worst(gap: Floats, low: Floats, tolerance: float) -> int:
+    """Index of the largest gap; of the largest lower band where one is above the tolerance."""
+    return int(np.argmax(low if np.any(low > tolerance) else gap))
 
 
 def _hash(name: str) -> str:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -38,7 +39,7 @@ class Progress:
         self._every = _TERMINAL_SECONDS if self._live else _LOG_SECONDS
         self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), start)], maxlen=_MARKS)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         if self._live:
             self._live.start()
         return self
@@ -49,16 +50,18 @@ class Progress:
 
     def update(self, step: int, loss: float) -> None:
         """`step` steps are done; cheap enough for every step."""
+        self._show(step, f"step {step}/{self._steps}, loss {loss:.4f}")
+
+    def _show(self, step: int, what: str) -> None:
         now = time.monotonic()
         if now - self._marks[-1][0] < self._every and step != self._steps:
             return
         then, before = self._marks[0]
+        if step <= before:  # no speed yet
+            return
         self._marks.append((now, step))
         rate = (step - before) / max(now - then, 1e-9)
-        line = (
-            f"{self._label}: step {step}/{self._steps}, loss {loss:.4f}, "
-            f"{_short(rate * self._batch_tokens)} tokens/s, {_clock((self._steps - step) / rate)} left"
-        )
+        line = f"{self._label}: {what}, {_short(rate * self._batch_tokens)} tokens/s, {_clock((self._steps - step) / rate)} left"
         if self._live:
             self._live.update(Text(line), refresh=True)
         else:

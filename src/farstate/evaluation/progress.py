@@ -1,0 +1,23 @@
+"""Where an evaluation stands, on stderr, as a training shows it."""
+
+from __future__ import annotations
+
+from farstate.training.progress import Progress
+
+
+class ScoringProgress(Progress):
+    """Share of the token positions scored, tokens per second over the last while, time left.
+
+    To be entered, and given to `evaluate` as its `progress`. Carried state and window reference count separately.
+
+    Args:
+        label: what runs.
+    """
+
+    def __init__(self, label: str) -> None:
+        super().__init__(label, steps=0, batch_tokens=1, start=0)
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` of `total` positions are scored."""
+        self._steps = total
+        self._show(done, f"{100 * done // total} % scored")
