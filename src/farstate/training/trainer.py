@@ -34,6 +34,7 @@ from farstate.models.config import Mamba2Config
 from farstate.models.head import mean_nll
 from farstate.models.language_model import LanguageModel
 from farstate.numerics import NUMERICS
+from farstate.ops.precision import flushed_denormals
 from farstate.training import initial_states
 from farstate.training.checkpoints import (
     Checkpoint,
@@ -423,15 +424,14 @@ def _only_run(stage: str, identity: str, output: Path, scratch: Path, settings: 
         threads = torch.get_num_threads()
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        torch.set_flush_denormal(True)
         try:
-            yield device
+            with flushed_denormals():
+                yield device
         except torch.OutOfMemoryError as error:
             raise FarstateError(
                 f"{stage}: the GPU's memory does not hold a micro-batch; raise {stage}.recipe.micro_batches ({str(error).splitlines()[0]})"
             ) from error
         finally:
-            torch.set_flush_denormal(False)
             torch.set_num_threads(threads)
 
 
