@@ -21,7 +21,7 @@ from farstate import params
 from farstate.errors import FarstateError
 from farstate.evaluation.bins import Bins
 from farstate.evaluation.uncertainty import Floats, Resamples, resample, t_interval
-from farstate.evaluation.verdict import judge
+from farstate.evaluation.verdict import judge, octaves
 from farstate.files import MANIFEST, atomic_path, read_manifest, write_json, write_manifest
 
 BASE, CONTROL = "base", "control"
@@ -347,8 +347,9 @@ class _Model:
         level = self._mean(run.carried, far)
         found["ppl_far"] = level
         if t_star is not None:
-            star = int(np.flatnonzero(self.texts.bins.position == t_star)[0])
-            lowest = self._mean(run.carried, slice(star, star + 1))
+            octave = octaves(self.texts.bins, self.texts.context)
+            star = octave[np.searchsorted(self.texts.bins.high, t_star)]
+            lowest = self._mean(run.carried, slice(*np.searchsorted(octave, (star, star + 1)).tolist()))
             found["ppl_ratio"] = level[0] - lowest[0], level[1] - lowest[1]
         for name, other in (("", BASE), ("_vs_control", CONTROL)):
             if (other, None) not in self.runs or arm in (BASE, other):

@@ -111,8 +111,10 @@ def judge(
 ) -> Verdict:
     """Decide Definition 3.2 for the losses of one model (or the mean over seeds).
 
-    t* is the position of the bin with the lowest mean loss among the bins up to T_train, on one half of the
-    texts. On the other half the gap Δ(t) = NLL(t) − NLL(t*) of every later bin is estimated on the same
+    Losses are judged by octaves of position, one of which ends at T_train: finer bins near the start hold a few
+    tokens each, whose scatter would hide any failure. t* is the octave up to T_train whose mean loss plus one standard
+    error (over documents) is lowest, on one half of the texts: the lowest loss that this half can tell from luck. A
+    FAIL needs no more, since p* is at most the perplexity at any position of the training context. On the other half the gap Δ(t) = NLL(t) − NLL(t*) of every later octave is estimated on the same
     documents (paired), with a two-sided band that holds for all positions at once.
 
     Args:
@@ -133,6 +135,7 @@ def judge(
     if halves.by == "nothing":
         label = "no interval: one stretch of text, t* chosen and tested on it"
     nan = float("nan")
+    sums, bins = _by_octave(sums, bins, context)
     means = sums / bins.tokens
     lost = np.flatnonzero(~np.isfinite(means).all(axis=0))
     if lost.size:
@@ -146,7 +149,8 @@ def judge(
     inside = np.flatnonzero(bins.high <= context)
     if not inside.size:
         inside = np.array([0])
-    star = int(inside[np.argmin(means[halves.choose][:, inside].mean(axis=0))])
+    chosen = means[halves.choose][:, inside]
+    star = int(inside[np.argmin(chosen.mean(axis=0) + _standard_error(chosen, [documents[i] for i in halves.choose]))])
     tested = means[halves.test]
     with np.errstate(over="ignore"):
         t_star, p_star = int(bins.position[star]), float(np.exp(tested[:, star].mean()))
@@ -184,6 +188,30 @@ def judge(
         worst_beyond,
         *numbers,
     )
+
+
+def octaves(bins: Bins, context: int) -> npt.NDArray[np.int64]:
+    """Of each bin the whole j for which it lies in (context·2^(j−1), context·2^j]."""
+    return np.asarray(np.ceil(np.log2(bins.high / context) - 1e-9).astype(np.int64))
+
+
+def _by_octave(sums: Floats, bins: Bins, context: int) -> tuple[Floats, Bins]:
+    """Losses summed, and bins joined, over (context·2^(j−1), context·2^j] for whole j."""
+    octave = octaves(bins, context)
+    starts = np.flatnonzero(np.diff(octave, prepend=octave[0] - 1))
+    ends = np.append(starts[1:], len(bins)) - 1
+    return np.add.reduceat(sums, starts, axis=1), Bins(bins.low[starts], bins.high[ends])
+
+
+def _standard_error(losses: Floats, documents: Sequence[str]) -> Floats:
+    """Standard error of the mean over texts (texts, bins) with documents as the independent units; 0 for one document."""
+    names, which = np.unique(np.asarray(documents), return_inverse=True)
+    count = len(names)
+    if count < 2:
+        return np.zeros(losses.shape[1])
+    off = np.zeros((count, losses.shape[1]))
+    np.add.at(off, which, losses - losses.mean(axis=0))
+    return np.asarray(np.sqrt(count / (count - 1) * (off**2).sum(axis=0)) / len(losses))
 
 
 def _worst(gap: Floats, low: Floats, tolerance: float) -> int:
