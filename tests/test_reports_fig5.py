@@ -18,13 +18,13 @@ from typing import Any
 import altair
 import polars as pl
 import pytest
-from tests.test_reports_synthetic import context, outputs, write_tables
 
 from farstate.errors import FarstateError
 from farstate.reference import paper_points
 from farstate.reports import charts
 from farstate.reports import fig5 as stage
 from farstate.reports.theme import arm_styles
+from test_reports_synthetic import context, outputs, write_tables
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")

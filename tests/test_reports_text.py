@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.test_reports_synthetic import HALF, INTERVAL, verdict
 
 from farstate.reports import text
+from test_reports_synthetic import HALF, INTERVAL, verdict
 
 NAMES = {
     "base": "base",
