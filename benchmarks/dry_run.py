@@ -15,9 +15,9 @@ import time
 
 CASES = {
     "snakemake --version": ["snakemake", "--version"],
-    "demo: snakemake -n": ["snakemake", "-n", "-q", "reports/fig5.html"],
+    "demo: snakemake -n": ["snakemake", "-n", "reports/fig5.html"],
     "paper: snakemake -n --configfile config/paper.yaml": [
-        "snakemake", "-n", "-q", "reports/fig5.html", "--configfile", "config/paper.yaml",
+        "snakemake", "-n", "reports/fig5.html", "--configfile", "config/paper.yaml",
     ],
 }  # fmt: skip
 

@@ -44,7 +44,7 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("paper")
     models = ("mamba2-370m", "mamba2-780m")
     arms = ("base", "control", "random_noise", "state_passing", "my_arm")
-    from tests import test_reports_synthetic as synthetic
+    import test_reports_synthetic as synthetic
 
     patch = pytest.MonkeyPatch()
     patch.setitem(synthetic.FAR_EXCESS, "my_arm", 0.3)
@@ -367,10 +367,7 @@ def test_the_same_tables_give_the_same_bytes(tmp_path: Path) -> None:
     """In this process and in another with another hash seed."""
     tables = write_tables(tmp_path / "tables", seeds=(0,), arms=("base", "state_passing"), length=512)
     here = build(tables, tmp_path / "here")
-    code = (
-        "import sys; from pathlib import Path; from tests import test_reports_fig5 as t;"
-        "t.build(Path(sys.argv[1]), Path(sys.argv[2]))"
-    )
+    code = "import sys; from pathlib import Path; import test_reports_fig5 as t;t.build(Path(sys.argv[1]), Path(sys.argv[2]))"
     environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code, str(tables), str(tmp_path / "there")], env=environment, check=True, timeout=120)
     for name, path in here.items():
