@@ -97,6 +97,13 @@ BAD = {
 }
 
 
+def test_an_unknown_key_of_an_arm_lists_the_keys_of_its_kind(valid: dict[str, Any]) -> None:
+    with pytest.raises(FarstateError) as caught:
+        validate(put(valid, "posttrain.arms.state_passing.sigma", 0.1), "my.yaml")
+    assert "reset_probability" in str(caught.value)
+    assert "beta" not in str(caught.value)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_values_get_one_line_with_file_key_and_remedy(case: str, valid: dict[str, Any]) -> None:
     key, value, expected = BAD[case]

@@ -421,23 +421,28 @@ def as_written(value: Any) -> Any:
     return value
 
 
-_UNIONS = {"zero", "random_noise", "fitted_noise", "state_passing", "tbtt"}
+_KINDS: dict[str, type[BaseModel]] = {
+    "zero": ZeroInit,
+    "random_noise": RandomNoise,
+    "fitted_noise": FittedNoise,
+    "state_passing": StatePassing,
+    "tbtt": Tbtt,
+}
 
 
 def _one_line(error: ValidationError, where: str, data: dict[str, Any]) -> str:
     problems = error.errors()
     first = problems[0]
     location = [
-        part
-        for number, part in enumerate(first["loc"])
-        if not (part in _UNIONS and number and first["loc"][number - 2] == "arms")
+        part for number, part in enumerate(first["loc"]) if not (part in _KINDS and number and first["loc"][number - 2] == "arms")
     ]
     location = [part for part in location if part != "[key]"]
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     kind = first["type"]
     value = first["input"]
     if kind == "extra_forbidden":
-        known = _known_keys(tuple(location[:-1]))
+        kind_of_arm = first["loc"][3] if first["loc"][:2] == ("posttrain", "arms") and len(first["loc"]) > 4 else None
+        known = sorted(_KINDS[str(kind_of_arm)].model_fields) if kind_of_arm in _KINDS else _known_keys(tuple(location[:-1]))
         message = f"unknown parameter{nearest(str(location[-1]), known)}; known here: {', '.join(sorted(known))}"
     elif kind == "missing":
         message = "missing, and it has no default"

@@ -9,6 +9,7 @@ CPU, so that every device sees the same. Ages are in tokens: how much text a sta
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -181,7 +182,7 @@ class FittedNoise:
         self._mean, self._variance = tensors.get("mean"), tensors.get("variance")
 
 
-class _Carried:
+class _Carried(ABC):
     """Hands out final states it has seen, detached, after zeroing some rows. A slot holds the state of one micro-batch."""
 
     def __init__(self, run: Run, slots: int, carry_auxiliary: bool, reset_auxiliary: bool) -> None:
@@ -192,9 +193,9 @@ class _Carried:
         self._state_ages = [torch.zeros(run.part, dtype=torch.int64) for _ in range(slots)]
         self._given = self._state_ages[0]
 
+    @abstractmethod
     def _resets(self, step: int, batch: Rows, micro_batch: int) -> Tensor:
         """(B,) bool on the CPU: which rows begin from zero whatever was carried."""
-        raise NotImplementedError
 
     def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
         slot = micro_batch % len(self._states)
