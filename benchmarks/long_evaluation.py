@@ -99,8 +99,8 @@ def prepare(root: Path, arguments: argparse.Namespace) -> None:
     from farstate.corpus.tokens import INDEX, INDEX_SCHEMA, TOKENS
     from farstate.files import write_manifest
     from farstate.models.checkpoints import save_model
-    from farstate.models.config import Mamba2Config
     from farstate.models.language_model import LanguageModel
+    from farstate.models.mamba2.shape import Mamba2Config
 
     config = Mamba2Config(
         width=arguments.width, layers=arguments.layers, state_size=64, head_size=16, vocabulary_size=arguments.vocabulary

@@ -78,9 +78,9 @@ def with_optimizer(loss: Callable[[], Any], groups: list[dict[str, Any]] | list[
 
 
 def ours(size: Size, batch: Any) -> Step:
-    from farstate.models.config import Mamba2Config
     from farstate.models.head import mean_nll
     from farstate.models.language_model import LanguageModel
+    from farstate.models.mamba2.shape import Mamba2Config
 
     model = LanguageModel(
         Mamba2Config(

@@ -29,8 +29,8 @@ from farstate.evaluation.uncertainty import resample
 from farstate.evaluation.windows import plan, stride, window_nll
 from farstate.files import read_manifest, write_manifest
 from farstate.models.checkpoints import save_model
-from farstate.models.config import Mamba2Config
 from farstate.models.language_model import LanguageModel
+from farstate.models.mamba2.shape import Mamba2Config
 from farstate.ops.precision import flushed_denormals
 from farstate.params import Evaluate
 from golden import check, ramp

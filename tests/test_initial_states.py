@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
 from farstate import params
-from farstate.models.config import Mamba2Config
 from farstate.models.language_model import LanguageModel
+from farstate.models.mamba2.shape import Mamba2Config
 from farstate.state import State
 from farstate.training.initial_states import NO_AGE, REGISTRY, Intervention, Run, build
 
@@ -159,8 +159,8 @@ def test_fitted_moments_are_those_of_the_definition(micro_batches):
             intervention.observe(state.select(range(number * part, (number + 1) * part)), number)
         values = [state.entries(layer).double().numpy() for layer in range(len(state))]
         new = {
-            "mean": np.array([[v[:, head].mean() for head in range(v.shape[1])] for v in values]),
-            "variance": np.array([[v[:, head].var() for head in range(v.shape[1])] for v in values]),
+            "mean": np.array([v[:, head].mean() for v in values for head in range(v.shape[1])]),
+            "variance": np.array([v[:, head].var() for v in values for head in range(v.shape[1])]),
         }
         expected = {name: new[name] if step == 0 else 0.9 * new[name] + 0.1 * expected[name] for name in new}
     for name, tensor in intervention.state_dict().items():
@@ -172,7 +172,7 @@ def test_fitted_noise_has_the_fitted_moments():
     intervention.observe(random_state(0, 512), 0)
     state = intervention.initial(1, rows(512), 0)
     assert state is not None
-    moments = intervention.state_dict()
+    moments = {name: tensor.view(len(state), -1) for name, tensor in intervention.state_dict().items()}
     for layer in range(len(state)):
         entries = state.entries(layer)
         count = entries[:, 0].numel()

@@ -19,9 +19,9 @@ from torch import Tensor
 import golden
 from farstate.errors import FarstateError
 from farstate.models.checkpoints import detect_format, load_model, save_model
-from farstate.models.config import Mamba2Config
 from farstate.models.head import mean_nll, token_nll
 from farstate.models.language_model import LanguageModel
+from farstate.models.mamba2.shape import Mamba2Config
 
 # Largest difference from the oracle, relative to the largest magnitude: float32 on both sides.
 ORACLE_TOLERANCE = 1e-4

@@ -71,7 +71,7 @@ BAD = {
     ),
     "not a number": ("compare.tolerance", float("nan"), ["compare.tolerance"]),
     "unknown choice": ("evaluate.split", "train", ["evaluate.split", "'validation' or 'test'"]),
-    "unknown arm kind": ("posttrain.arms.control.initial_state", "zeros", ["posttrain.arms.control", "'state_passing'"]),
+    "unknown arm kind": ("posttrain.arms.control.initial_state", "zeros", ["posttrain.arms.control", "state_passing"]),
     "unknown model in a figure": ("figures.fig5.models", ["tinny"], ["figures.fig5.models", "did you mean 'tiny'"]),
     "unknown arm in a figure": ("figures.fig5.arms", ["base", "contrl"], ["figures.fig5.arms", "did you mean 'control'"]),
     "a figure without base": ("figures.fig5.arms", ["control"], ["figures.fig5.arms", "'base'"]),

@@ -37,9 +37,9 @@ from farstate.errors import FarstateError
 from farstate.files import atomic_path, only_one, read_manifest, write_manifest
 from farstate.grid import snapshot_file
 from farstate.models.checkpoints import load_model, save_model
-from farstate.models.config import Mamba2Config
 from farstate.models.head import token_nll
 from farstate.models.language_model import LanguageModel
+from farstate.models.mamba2.shape import Mamba2Config
 from farstate.training import checkpoints, initial_states, trainer
 from farstate.training.recipe import clip_gradients, learning_rate, warmup_steps
 from farstate.training.settings import RunSettings

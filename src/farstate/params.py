@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model, field_validator, model_validator
 
 from farstate.errors import FarstateError, nearest
-from farstate.models.config import Mamba2Shape
+from farstate.models.config import Shape
+from farstate.models.registry import ARCHITECTURES
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -132,9 +133,9 @@ class Store(Strict):
 class Model(Strict):
     """A model to train (`shape`) or a published one to start from (`checkpoint`)."""
 
-    architecture: Literal["mamba2"] = "mamba2"
+    architecture: str
     context: PositiveInt = Field(description="training length T_train in tokens")
-    shape: Mamba2Shape | None = Field(None, description="sizes and initialisation of a model trained here")
+    shape: Shape | None = Field(None, description="sizes and initialisation of a model trained here")
     checkpoint: str | None = Field(None, description="path or hub name of a checkpoint that takes the place of pre-training")
 
     @model_validator(mode="after")
@@ -142,6 +143,25 @@ class Model(Strict):
         if (self.shape is None) == (self.checkpoint is None):
             raise ValueError("give exactly one of shape (trained here) and checkpoint (published)")
         return self
+
+
+def _model_of(name: str) -> type[Model]:
+    shape = ARCHITECTURES[name].shape
+    return create_model(
+        shape.__name__.removesuffix("Shape") + "Model",
+        __base__=Model,
+        __doc__=Model.__doc__,
+        architecture=(Literal[name], ...),  # type: ignore[arg-type]
+        shape=(shape | None, Field(None, description="sizes and initialisation of a model trained here")),  # type: ignore[arg-type]
+    )
+
+
+MODELS: dict[str, type[Model]] = {name: _model_of(name) for name in ARCHITECTURES}
+"""By architecture, the model with that architecture's shape."""
+if TYPE_CHECKING:
+    AnyModel = Model
+else:
+    AnyModel = Annotated[Union[tuple(MODELS.values())], Field(discriminator="architecture")]  # noqa: UP007 (a variable)
 
 
 class Recipe(Strict):
@@ -273,7 +293,7 @@ class Params(Strict):
     corpus: Corpus
     tokenizer: Tokenizer
     store: Store = Store()
-    models: dict[Name, Model] = Field(min_length=1)
+    models: dict[Name, AnyModel] = Field(min_length=1)
     pretrain: Pretrain
     posttrain: Posttrain
     evaluate: Evaluate
@@ -433,16 +453,20 @@ _KINDS: dict[str, type[BaseModel]] = {
 def _one_line(error: ValidationError, where: str, data: dict[str, Any]) -> str:
     problems = error.errors()
     first = problems[0]
-    location = [
-        part for number, part in enumerate(first["loc"]) if not (part in _KINDS and number and first["loc"][number - 2] == "arms")
-    ]
-    location = [part for part in location if part != "[key]"]
+    loc = first["loc"]
+    # Where a value may be of several kinds, pydantic puts the kind it took for it into the path.
+    tag = next((at for at, kinds in ((2, MODELS), (3, _KINDS)) if _tagged(loc, at) and loc[at] in kinds), None)
+    location = [part for number, part in enumerate(loc) if number != tag and part != "[key]"]
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     kind = first["type"]
     value = first["input"]
     if kind == "extra_forbidden":
-        kind_of_arm = first["loc"][3] if first["loc"][:2] == ("posttrain", "arms") and len(first["loc"]) > 4 else None
-        known = sorted(_KINDS[str(kind_of_arm)].model_fields) if kind_of_arm in _KINDS else _known_keys(tuple(location[:-1]))
+        known = _known_keys(tuple(location[:-1]))
+        if tag is not None:
+            kinds: dict[str, type[BaseModel]] = {**MODELS, **_KINDS}
+            known = sorted(
+                {name for cls in _models_at(kinds[str(loc[tag])], tuple(loc[tag + 1 : -1])) for name in cls.model_fields}
+            )
         message = f"unknown parameter{nearest(str(location[-1]), known)}; known here: {', '.join(sorted(known))}"
     elif kind == "missing":
         message = "missing, and it has no default"
@@ -450,12 +474,24 @@ def _one_line(error: ValidationError, where: str, data: dict[str, Any]) -> str:
         message = str(first["ctx"]["error"])
         if re.match(r"^[a-z0-9_]+(\.|:)", message):  # the message already carries its own key
             key = ""
-    elif kind.endswith(("_type", "_parsing")) or kind in ("literal_error", "union_tag_invalid"):
+    elif kind == "union_tag_invalid":
+        discriminator, tag_found = first["ctx"]["discriminator"].strip("'"), first["ctx"]["tag"]
+        known = sorted(MODELS if discriminator == "architecture" else _KINDS)
+        key += f".{discriminator}"
+        message = f"'{tag_found}' is not allowed{nearest(tag_found, known)}; known: {', '.join(known)}"
+    elif kind == "union_tag_not_found":
+        key += f".{first['ctx']['discriminator'].strip(chr(39))}"
+        message = "missing, and it has no default"
+    elif kind.endswith(("_type", "_parsing")) or kind == "literal_error":
         message = f"{value!r} is not allowed; {_lower(first['msg'])}"
     else:
         message = f"{value!r} is out of range; {_lower(first['msg'])}"
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{where}: {key + ': ' if key else ''}{message}{more}"
+
+
+def _tagged(location: tuple[Any, ...], at: int) -> bool:
+    return len(location) > at and location[: at - 1] in (("models",), ("posttrain", "arms"))
 
 
 def _lower(message: str) -> str:

@@ -27,8 +27,9 @@ class LayerState:
     """The state of one layer.
 
     Attributes:
-        recurrent: (batch, head, ...), float32 or float64; Mamba-2: (B, H, P, N).
+        recurrent: (batch, head, ...), float32 or float64; Mamba-2: (B, H, P, N). A layer without a recurrence has (B, H, 0).
         auxiliary: tensors with the batch first, by name; Mamba-2: `conv`, (B, channels, width − 1), oldest column first.
+            Floating point, zero in the zero state.
     """
 
     recurrent: Tensor
@@ -162,6 +163,9 @@ class State:
     def cat(states: Sequence[State]) -> State:
         """One state whose batch is the batches of `states` one after the other.
 
+        Auxiliary tensors that grow with the text (an attention cache: time is dimension 1, the latest entry last) are
+        filled up with zeros at the front to the longest.
+
         Raises:
             ValueError: nothing to join, or states of different models.
         """
@@ -175,7 +179,7 @@ class State:
                 raise ValueError("states of different models cannot be joined")
         layers = []
         for parts in zip(*(state.layers for state in states), strict=True):
-            auxiliary = {name: torch.cat([part.auxiliary[name] for part in parts]) for name in parts[0].auxiliary}
+            auxiliary = {name: _joined([part.auxiliary[name] for part in parts]) for name in parts[0].auxiliary}
             layers.append(LayerState(torch.cat([part.recurrent for part in parts]), auxiliary))
         return State(tuple(layers))
 
@@ -231,3 +235,10 @@ class State:
             auxiliary = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             layers.append(LayerState(tensors[f"layers.{number}.recurrent"], auxiliary))
         return State(tuple(layers))
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    if len({tensor.shape[1:] for tensor in tensors}) > 1:
+        longest = max(tensor.shape[1] for tensor in tensors)
+        tensors = [torch.cat([t.new_zeros(t.shape[0], longest - t.shape[1], *t.shape[2:]), t], dim=1) for t in tensors]
+    return torch.cat(list(tensors))

@@ -2,7 +2,7 @@
 
 | format       | folder holds                                                                                              |
 |--------------|-----------------------------------------------------------------------------------------------------------|
-| farstate     | `config.json` (a `Mamba2Config`), `model.safetensors` whose header repeats it                              |
+| farstate     | `config.json` (a `Config`), `model.safetensors` whose header repeats it                              |
 | mamba-ssm    | `config.json` (`d_model`, `ssm_cfg`, …), `pytorch_model.bin`                                               |
 | transformers | `config.json` (`model_type: mamba2`), `model.safetensors` or `pytorch_model.bin`, one file or with an index |
 
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from farstate.errors import FarstateError, nearest
 from farstate.files import read_json, write_json
-from farstate.models.config import Mamba2Config, config_from_json
+from farstate.models.config import Config
 from farstate.models.language_model import LanguageModel
-from farstate.models.registry import BLOCKS
+from farstate.models.registry import ARCHITECTURES, config_from_json
 from farstate.tensor_files import write_tensors
 
 Format = Literal["farstate", "mamba-ssm", "transformers"]
@@ -106,14 +106,14 @@ def detect_format(path: str | os.PathLike[str]) -> Format:
     raise FarstateError(f"{root / CONFIG}: not a configuration of farstate, mamba-ssm or transformers")
 
 
-def _farstate_config(data: dict[str, Any], path: Path) -> Mamba2Config:
+def _farstate_config(data: dict[str, Any], path: Path) -> Config:
     architecture = data.get("architecture")
-    if architecture not in BLOCKS:
+    if architecture not in ARCHITECTURES:
         raise _unknown_architecture(path, str(architecture))
     return _validated(data, path)
 
 
-def _mamba_ssm_config(data: dict[str, Any], path: Path) -> Mamba2Config:
+def _mamba_ssm_config(data: dict[str, Any], path: Path) -> Config:
     options = dict(data.get("ssm_cfg") or {})
     if (layer := options.pop("layer", "Mamba1")) != "Mamba2":
         raise _unknown_architecture(path, str(layer))
@@ -154,7 +154,7 @@ def _mamba_ssm_config(data: dict[str, Any], path: Path) -> Mamba2Config:
     )
 
 
-def _transformers_config(data: dict[str, Any], path: Path) -> Mamba2Config:
+def _transformers_config(data: dict[str, Any], path: Path) -> Config:
     if data["model_type"] != "mamba2":
         raise _unknown_architecture(path, str(data["model_type"]))
     _expect(data, path, {"hidden_act": "silu"})
@@ -195,7 +195,7 @@ def _limit(limit: Any) -> tuple[float, float | None]:
     return low, None if high == float("inf") else high
 
 
-def _validated(values: dict[str, Any], path: Path) -> Mamba2Config:
+def _validated(values: dict[str, Any], path: Path) -> Config:
     try:
         return config_from_json(values)
     except ValidationError as error:
@@ -211,10 +211,12 @@ def _expect(values: dict[str, Any], path: Path, allowed: dict[str, Any], drop: b
 
 
 def _unknown_architecture(path: Path, name: str) -> FarstateError:
-    return FarstateError(f"{path}: unknown architecture '{name}'{nearest(name, BLOCKS)}; known: {', '.join(sorted(BLOCKS))}")
+    return FarstateError(
+        f"{path}: unknown architecture '{name}'{nearest(name, ARCHITECTURES)}; known: {', '.join(sorted(ARCHITECTURES))}"
+    )
 
 
-def _read_tensors(root: Path, config: Mamba2Config | None) -> tuple[dict[str, Tensor], Path]:
+def _read_tensors(root: Path, config: Config | None) -> tuple[dict[str, Tensor], Path]:
     """All tensors of a folder, and the file to name in a message. `config`: what the header must repeat."""
     for name in (SAFETENSORS, PICKLED):
         if (root / name).exists():
@@ -232,7 +234,7 @@ def _read_tensors(root: Path, config: Mamba2Config | None) -> tuple[dict[str, Te
     raise FarstateError(f"{root}: no {SAFETENSORS} and no {PICKLED} in it")
 
 
-def _read_file(path: Path, config: Mamba2Config | None) -> dict[str, Tensor]:
+def _read_file(path: Path, config: Config | None) -> dict[str, Tensor]:
     try:
         if path.suffix != ".safetensors":
             loaded = torch.load(path, map_location="cpu", weights_only=True)
@@ -253,7 +255,7 @@ def _read_file(path: Path, config: Mamba2Config | None) -> dict[str, Tensor]:
         raise FarstateError(f"{path}: damaged or truncated ({str(error).splitlines()[0]})") from None
 
 
-def _untie(tensors: dict[str, Tensor], config: Mamba2Config, source: Path) -> None:
+def _untie(tensors: dict[str, Tensor], config: Config, source: Path) -> None:
     """Give a tied model both names, whichever the file has; refuse two that differ."""
     if not config.tied_embeddings:
         return

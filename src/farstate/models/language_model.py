@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farstate.models.config import Mamba2Config
-from farstate.models.mamba2 import RMSNorm
+from farstate.models.config import Config
+from farstate.models.parts import LayerNorm, RMSNorm, draw_normal, draw_uniform
 from farstate.models.registry import Block, build_block
 from farstate.state import State
 
@@ -17,11 +17,12 @@ from farstate.state import State
 class Backbone(nn.Module):
     """The parameters before the head, under mamba-ssm's names."""
 
-    def __init__(self, config: Mamba2Config) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
         self.embedding: nn.Embedding = nn.utils.skip_init(nn.Embedding, config.padded_vocabulary, config.width)
-        self.layers = nn.ModuleList(build_block(config) for _ in range(config.layers))
-        self.norm_f = RMSNorm(config.width, config.norm_epsilon)
+        self.layers = nn.ModuleList(build_block(config, layer) for layer in range(config.layers))
+        norm = LayerNorm if config.final_norm == "layer" else RMSNorm
+        self.norm_f = norm(config.width, config.norm_epsilon)
 
 
 class LanguageModel(nn.Module):
@@ -37,7 +38,7 @@ class LanguageModel(nn.Module):
 
     def __init__(
         self,
-        config: Mamba2Config,
+        config: Config,
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -91,14 +92,15 @@ class LanguageModel(nn.Module):
         return self.lm_head.weight
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Two groups for an optimizer: decayed, and not (A_log, dt_bias, D, norms, biases; mamba-ssm does the same).
+        """Two groups for an optimizer: decayed, and not (a block's `undecayed`, norms, biases; mamba-ssm does the same).
 
         Decay on the dynamics pushes the model towards fast forgetting, and length generalisation appears by accident.
         """
         decayed: list[nn.Parameter] = []
         kept: list[nn.Parameter] = []
+        undecayed = {name for block in self._blocks() for name in block.undecayed}
         for name, parameter in self.named_parameters():
-            dynamics = name.rpartition(".")[2] in ("A_log", "dt_bias", "D")
+            dynamics = name.rpartition(".")[2] in undecayed
             (kept if dynamics or parameter.dim() < 2 else decayed).append(parameter)
         return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
 
@@ -111,12 +113,16 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def _initialize(self, generator: torch.Generator) -> None:
-        embedding = self.backbone.embedding.weight
-        embedding.copy_(torch.empty(embedding.shape).normal_(std=self.config.initializer_range, generator=generator))
+        draw_normal(self.backbone.embedding.weight, self.config.initializer_range, generator)
         for block in self._blocks():
             block.initialize(generator)
-        self.backbone.norm_f.weight.fill_(1.0)
+        norm = self.backbone.norm_f
+        norm.weight.fill_(1.0)
+        if isinstance(norm, LayerNorm):
+            norm.bias.zero_()
         if not self.config.tied_embeddings:
-            bound = self.config.width**-0.5
-            head = self.lm_head.weight
-            head.copy_(torch.empty(head.shape).uniform_(-bound, bound, generator=generator))
+            if self.config.initial_head == "normal":
+                draw_normal(self.lm_head.weight, self.config.initializer_range, generator)
+            else:
+                bound = self.config.width**-0.5
+                draw_uniform(self.lm_head.weight, -bound, bound, generator)

@@ -1,21 +1,42 @@
-"""Architectures by name. A new one is a file with a configuration and a block, and one line here."""
+"""Architectures by name. No torch here: parameters and dry runs read the shapes.
+
+A new one is a folder `models/<name>/` with `shape.py` and `block.py`, and one line in `ARCHITECTURES`
+(docs/adding_an_architecture.md).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
-import torch
-from torch import Tensor, nn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from farstate.errors import FarstateError, nearest
-from farstate.models.config import Mamba2Config
-from farstate.models.mamba2 import Mamba2Block
-from farstate.state import LayerState
+from farstate.models.config import Config, Shape
+from farstate.models.mamba2.shape import Mamba2Config, Mamba2Shape
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from farstate.state import LayerState
+
+
+class Architecture(NamedTuple):
+    """Its sizes as `params.yaml` gives them, and its configuration as `config.json` holds it."""
+
+    shape: type[Shape]
+    config: type[Config]
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "mamba2": Architecture(Mamba2Shape, Mamba2Config),
+}
 
 
 class Block(Protocol):
-    """What the language model asks of a layer."""
+    """What the language model asks of a layer, `Block(config, layer)` in `models/<architecture>/block.py`."""
+
+    undecayed: ClassVar[tuple[str, ...]]
+    """Last parts of the names of parameters with two or more dimensions that weight decay leaves alone."""
 
     def __call__(self, residual: Tensor, state: LayerState | None = None) -> tuple[Tensor, LayerState]: ...
 
@@ -24,20 +45,39 @@ class Block(Protocol):
     def initialize(self, generator: torch.Generator) -> None: ...
 
 
-BLOCKS: dict[str, Callable[[Mamba2Config], nn.Module]] = {
-    "mamba2": Mamba2Block,
-}
+def build_block(config: Config, layer: int) -> nn.Module:
+    """Block number `layer` of `config.architecture`, a `Block`, its parameters not yet initialised.
+
+    Raises:
+        FarstateError: the architecture is not registered.
+    """
+    known_architecture(config.architecture)
+    block: nn.Module = import_module(f"farstate.models.{config.architecture}.block").Block(config, layer)
+    return block
 
 
-def build_block(config: Mamba2Config) -> nn.Module:
-    """A layer of `config.architecture`, a `Block`, its parameters not yet initialised.
+def known_architecture(name: str) -> Architecture:
+    """The architecture `name`.
 
     Raises:
         FarstateError: the architecture is not registered.
     """
     try:
-        return BLOCKS[config.architecture](config)
+        return ARCHITECTURES[name]
     except KeyError:
         raise FarstateError(
-            f"unknown architecture '{config.architecture}'{nearest(config.architecture, BLOCKS)}; known: {', '.join(sorted(BLOCKS))}"
+            f"unknown architecture '{name}'{nearest(name, ARCHITECTURES)}; known: {', '.join(sorted(ARCHITECTURES))}"
         ) from None
+
+
+def config_from_json(data: dict[str, Any]) -> Config:
+    """The configuration that a `config.json` written by `save_model` holds.
+
+    Raises:
+        FarstateError: the architecture is not registered.
+        pydantic.ValidationError: a key or a value that the architecture does not know.
+    """
+    architecture = known_architecture(str(data.get("architecture")))
+    return architecture.config.model_validate(
+        {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    )

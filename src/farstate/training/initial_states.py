@@ -140,17 +140,18 @@ class FittedNoise:
     def __init__(self, arm: params.FittedNoise, run: Run) -> None:
         self._run = run
         self._beta = arm.beta
-        self._mean: Tensor | None = None  # (L, H) float64, on the CPU
+        self._mean: Tensor | None = None  # (all heads of all layers,) float64, on the CPU
         self._variance: Tensor | None = None
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
         if self._mean is None or self._variance is None:
             return None
-        mean, deviation = self._mean, self._variance.sqrt()
+        heads = [values.shape[1] for values in _all_entries(self._run.zero_state(1))]
+        mean, deviation = self._mean.split(heads), self._variance.sqrt().split(heads)
 
         def shape(layer: int, values: Tensor) -> Tensor:
-            return values.mul_(deviation[layer, :, None].to(values.dtype)).add_(mean[layer, :, None].to(values.dtype))
+            return values.mul_(deviation[layer][:, None].to(values.dtype)).add_(mean[layer][:, None].to(values.dtype))
 
         return _noise(self._run, step, micro_batch, shape)
 
@@ -159,8 +160,9 @@ class FittedNoise:
 
     @torch.no_grad()
     def observe(self, final_state: State, micro_batch: int) -> None:
-        moments = [_moments(final_state.entries(layer)) for layer in range(len(final_state))]
-        mean, variance = (torch.stack(parts) for parts in zip(*moments, strict=True))
+        moments = [_moments(entries) for entries in _all_entries(final_state)]
+        # Layers may differ in their heads: all heads of all layers side by side.
+        mean, variance = (torch.cat(parts) for parts in zip(*moments, strict=True))
         self._parts.append((mean, variance))
         if micro_batch == self._run.micro_batches - 1:
             self._update()
@@ -282,8 +284,14 @@ def build(arm: params.Arm, run: Run) -> Intervention:
     return REGISTRY[arm.initial_state](arm, run)
 
 
+def _all_entries(state: State) -> list[Tensor]:
+    return [state.entries(layer) for layer in range(len(state))]
+
+
 def _moments(entries: Tensor) -> tuple[Tensor, Tensor]:
     """(B, H, E) → mean and population variance of each head, (H,) float64; several times faster than `torch.var_mean`."""
+    if entries.shape[2] == 0:  # a layer without a recurrence
+        return 2 * (entries.new_zeros(entries.shape[1], dtype=torch.float64),)
     mean = entries.mean(2).double().mean(0)
     centred = entries - mean[:, None].to(entries.dtype)
     variance = torch.linalg.vector_norm(centred, dim=2).double().square().mean(0) / entries.shape[2]

@@ -6,7 +6,7 @@ from typing import Any
 
 from farstate.corpus.store import TokenStore
 from farstate.grid import snapshot_tokens
-from farstate.models.config import config_from_json
+from farstate.models.registry import config_from_json
 from farstate.params import Recipe, arm_from_json, as_written
 from farstate.stages import Stage
 from farstate.training import trainer

@@ -30,7 +30,7 @@ from farstate.errors import FarstateError
 from farstate.files import MANIFEST, atomic_path, only_one, read_manifest, sha256_file, write_json, write_manifest
 from farstate.grid import snapshot_file
 from farstate.models.checkpoints import CONFIG, SAFETENSORS, load_model, write_weights
-from farstate.models.config import Mamba2Config
+from farstate.models.config import Config
 from farstate.models.head import mean_nll
 from farstate.models.language_model import LanguageModel
 from farstate.numerics import NUMERICS
@@ -59,7 +59,7 @@ _CHECKPOINT_SHARE = 0.05
 
 def pretrain(
     *,
-    config: Mamba2Config,
+    config: Config,
     context: int,
     tokens: int,
     seed: int,
@@ -488,7 +488,7 @@ def _rows(recipe: params.Recipe, context: int) -> int:
     return recipe.batch_tokens // context
 
 
-def _check_vocabulary(store: TokenStore, config: Mamba2Config, where: str) -> None:
+def _check_vocabulary(store: TokenStore, config: Config, where: str) -> None:
     if store.vocabulary_size > config.vocabulary_size:
         raise FarstateError(
             f"{where}: knows {config.vocabulary_size} symbols, the token store uses {store.vocabulary_size}; make the store with the model's own tokenizer"

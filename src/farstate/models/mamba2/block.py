@@ -14,39 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farstate.models.config import Mamba2Config
-from farstate.ops import ssd
+from farstate.models.mamba2.shape import Mamba2Config
+from farstate.models.parts import GatedRMSNorm, RMSNorm, draw_uniform, linear
+from farstate.ops import backends
 from farstate.ops.convolution import causal_conv1d
-from farstate.ops.normalization import gated_rms_norm, rms_norm
 from farstate.ops.precision import compute_dtype
 from farstate.state import LayerState
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + ε) · weight over the last dimension, computed in float32 at least."""
-
-    def __init__(self, size: int, epsilon: float) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.empty(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., D) → (..., D) in the dtype of the weight."""
-        return rms_norm(x, self.weight, self.epsilon)
-
-
-class GatedRMSNorm(nn.Module):
-    """RMSNorm of x · silu(z), the mean taken over each of `groups` equal parts."""
-
-    def __init__(self, size: int, epsilon: float, groups: int) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.groups = groups
-        self.weight = nn.Parameter(torch.empty(size))
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """x, z (..., D) → (..., D) in the dtype of x."""
-        return gated_rms_norm(x, z, self.weight, self.epsilon, self.groups)
 
 
 class Mamba2Mixer(nn.Module):
@@ -56,8 +29,8 @@ class Mamba2Mixer(nn.Module):
         super().__init__()
         self.config = config
         inner, heads, channels = config.inner_width, config.heads, config.channels
-        # The modules below hold parameters under mamba-ssm's names; skip_init keeps them from drawing from the global generator.
-        self.in_proj: nn.Linear = nn.utils.skip_init(nn.Linear, config.width, inner + channels + heads, bias=config.linear_bias)
+        # The modules below hold parameters under mamba-ssm's names.
+        self.in_proj = linear(config.width, inner + channels + heads, config.linear_bias)
         self.conv1d: nn.Conv1d = nn.utils.skip_init(
             nn.Conv1d, channels, channels, config.conv_width, groups=channels, bias=config.conv_bias
         )
@@ -65,7 +38,7 @@ class Mamba2Mixer(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))
         self.norm = GatedRMSNorm(inner, config.norm_epsilon, config.norm_groups or config.groups)
-        self.out_proj: nn.Linear = nn.utils.skip_init(nn.Linear, inner, config.width, bias=config.linear_bias)
+        self.out_proj = linear(inner, config.width, config.linear_bias)
 
     def forward(self, hidden: Tensor, state: LayerState | None = None) -> tuple[Tensor, LayerState]:
         """hidden (B, T, D), state of the layer or None for zero → (B, T, D), state after the segment."""
@@ -81,7 +54,7 @@ class Mamba2Mixer(nn.Module):
         low, high = config.dt_limit
         if low > 0.0 or high is not None:
             dt = dt.clamp(low, high)
-        y, recurrent = ssd.chunked(
+        y, recurrent = backends.implementation("ssd", hidden.device)(
             x.unflatten(-1, (config.heads, config.head_size)),
             dt,
             -torch.exp(self.A_log.to(dtype)),
@@ -93,10 +66,12 @@ class Mamba2Mixer(nn.Module):
         return self.out_proj(self.norm(y.flatten(2), z)), LayerState(recurrent, {"conv": columns})
 
 
-class Mamba2Block(nn.Module):
+class Block(nn.Module):
     """Pre-norm residual block around the mixer."""
 
-    def __init__(self, config: Mamba2Config) -> None:
+    undecayed = ("A_log", "dt_bias", "D")
+
+    def __init__(self, config: Mamba2Config, layer: int) -> None:
         super().__init__()
         self.config = config
         self.norm = RMSNorm(config.width, config.norm_epsilon)
@@ -122,23 +97,20 @@ class Mamba2Block(nn.Module):
         """mamba-ssm's initialisation, drawn on the CPU in float32 so that every device and dtype starts alike."""
         config, mixer = self.config, self.mixer
 
-        def uniform(parameter: Tensor, low: float, high: float) -> None:
-            parameter.copy_(torch.empty(parameter.shape).uniform_(low, high, generator=generator))
-
         self.norm.weight.fill_(1.0)
         mixer.norm.weight.fill_(1.0)
         mixer.D.fill_(1.0)
         bound = 1.0 / math.sqrt(config.width)
-        uniform(mixer.in_proj.weight, -bound, bound)
+        draw_uniform(mixer.in_proj.weight, -bound, bound, generator)
         bound = 1.0 / math.sqrt(config.conv_width)
-        uniform(mixer.conv1d.weight, -bound, bound)
+        draw_uniform(mixer.conv1d.weight, -bound, bound, generator)
         if mixer.conv1d.bias is not None:
-            uniform(mixer.conv1d.bias, -bound, bound)
+            draw_uniform(mixer.conv1d.bias, -bound, bound, generator)
         bound = 1.0 / math.sqrt(config.inner_width * (config.layers if config.rescale_prenorm_residual else 1))
-        uniform(mixer.out_proj.weight, -bound, bound)
-        for linear in (mixer.in_proj, mixer.out_proj):
-            if linear.bias is not None:
-                linear.bias.zero_()
+        draw_uniform(mixer.out_proj.weight, -bound, bound, generator)
+        for projection in (mixer.in_proj, mixer.out_proj):
+            if projection.bias is not None:
+                projection.bias.zero_()
         A = torch.empty(config.heads).uniform_(*config.A_init_range, generator=generator)
         mixer.A_log.copy_(A.log())
         log_dt = torch.empty(config.heads).uniform_(math.log(config.dt_min), math.log(config.dt_max), generator=generator)

@@ -1,0 +1,1 @@
+"""Mamba-2: `shape` (no torch), `block`."""
