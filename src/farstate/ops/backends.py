@@ -6,6 +6,7 @@ compute the same function within stated tolerances. Every implementation of an o
 | operation          | architecture     | `naive`, `chunked`             |
 |--------------------|------------------|--------------------------------|
 | `ssd`              | Mamba-2          | `farstate.ops.ssd`             |
+| `gated_delta`      | Gated DeltaNet   | `farstate.ops.gated_delta`     |
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ BACKENDS = ("auto", "naive", "chunked", "triton", "mamba_ssm", "fla")
 
 OPERATIONS: dict[str, dict[str, str]] = {
     "ssd": {"naive": "farstate.ops.ssd:naive", "chunked": "farstate.ops.ssd:chunked"},
+    "gated_delta": {"naive": "farstate.ops.gated_delta:naive", "chunked": "farstate.ops.gated_delta:chunked"},
 }
 """By operation and backend, where the implementation is."""
 
