@@ -25,6 +25,8 @@ BACKENDS = ("auto", "naive", "chunked", "triton", "mamba_ssm", "fla")
 
 OPERATIONS: dict[str, dict[str, str]] = {
     "ssd": {"naive": "farstate.ops.ssd:naive", "chunked": "farstate.ops.ssd:chunked"},
+    "gla": {"naive": "farstate.ops.gla:naive", "chunked": "farstate.ops.gla:chunked"},
+    "wkv6": {"naive": "farstate.ops.wkv6:naive", "chunked": "farstate.ops.wkv6:chunked"},
     "selective_scan": {"naive": "farstate.ops.selective_scan:naive", "chunked": "farstate.ops.selective_scan:chunked"},
     "gated_delta": {"naive": "farstate.ops.gated_delta:naive", "chunked": "farstate.ops.gated_delta:chunked"},
 }
