@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from farstate.errors import FarstateError, nearest
 from farstate.models.config import Config, Shape
+from farstate.models.gla.shape import GLAConfig, GLAShape
 from farstate.models.mamba2.shape import Mamba2Config, Mamba2Shape
+from farstate.models.rwkv6.shape import RWKV6Config, RWKV6Shape
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,8 @@ class Architecture(NamedTuple):
 
 ARCHITECTURES: dict[str, Architecture] = {
     "mamba2": Architecture(Mamba2Shape, Mamba2Config),
+    "gla": Architecture(GLAShape, GLAConfig),
+    "rwkv6": Architecture(RWKV6Shape, RWKV6Config),
 }
 
 

@@ -1,0 +1,1 @@
+"""RWKV-6: `shape` (no torch), `block`."""
