@@ -9,6 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+# Before any kernel is imported: without a GPU, Triton's interpreter runs them.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
