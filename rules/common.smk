@@ -54,6 +54,11 @@ def record(pattern):
     return farstate_workflow.record_function(pattern)
 
 
+def one_of(names):
+    """A wildcard constraint: one of the names, or nothing at all where there are none."""
+    return farstate_workflow.alternatives(names)
+
+
 def manifests(phase):
     """The manifests of every result of a phase."""
     return [stage.manifest for stage in PLAN.of(phase=phase)]

@@ -6,33 +6,39 @@
 # Rules with `cache:` may have no `benchmark:`; the time they took stands in their provenance, beside the log.
 
 
-rule pretrain:
-    """Train a model from a zero state on short contexts; kill and resume at will."""
-    input:
-        unpack(upstream("results/pretrain/{model}.s{seed}-{key}")),
-    output:
-        multiext(
-            "results/pretrain/{model}.s{seed}-{key}/",
-            manifest="manifest.json",
-            config="config.json",
-            weights="model.safetensors",
-            metrics="metrics.jsonl",
-            **PLAN.snapshot_outputs,
-        ),
-    log:
-        "logs/pretrain/{model}.s{seed}-{key}.log",
-    cache: True
-    threads: THREADS.pretrain
-    resources:
-        mem_mb=8000,
-        runtime=1440,
-    params:
-        stage=record("results/pretrain/{model}.s{seed}-{key}"),
-        output=subpath(output.manifest, parent=True),
-    message:
-        "Pre-training {wildcards.model}, seed {wildcards.seed}"
-    shell:
-        "OMP_NUM_THREADS={threads} farstate pretrain {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+# One rule for each list of snapshots, since a rule declares its outputs: `pretrain`, `pretrain_2`, …
+for BUDGET, TRAINED in PLAN.budgets.items():
+
+    rule:
+        name:
+            BUDGET
+        input:
+            unpack(upstream("results/pretrain/{model}.s{seed}-{key}")),
+        output:
+            multiext(
+                "results/pretrain/{model}.s{seed}-{key}/",
+                manifest="manifest.json",
+                config="config.json",
+                weights="model.safetensors",
+                metrics="metrics.jsonl",
+                **TRAINED["snapshots"],
+            ),
+        wildcard_constraints:
+            model=one_of(TRAINED["models"]),
+        log:
+            "logs/pretrain/{model}.s{seed}-{key}.log",
+        cache: True
+        threads: THREADS.pretrain
+        resources:
+            mem_mb=8000,
+            runtime=1440,
+        params:
+            stage=record("results/pretrain/{model}.s{seed}-{key}"),
+            output=subpath(output.manifest, parent=True),
+        message:
+            "Pre-training {wildcards.model}, seed {wildcards.seed}"
+        shell:
+            "OMP_NUM_THREADS={threads} farstate pretrain {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
 
 
 rule import_checkpoint:

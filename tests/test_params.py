@@ -51,6 +51,9 @@ def test_the_configurations_write_every_leaf_down(name: str) -> None:
     params = load(REPOSITORY / name)
     for group in ("posttrain", "evaluate", "compare", "figures", "report", "store"):
         resolved = flatten(getattr(params, group).model_dump(mode="json"), group)
+        # What single models change is written where it is changed; a figure left out is not drawn.
+        resolved = {key: value for key, value in resolved.items() if ".by_model" not in key}
+        resolved = {key: value for key, value in resolved.items() if value is not None or key.count(".") > 1}
         assert set(resolved) <= set(written), f"{name}: not written: {sorted(set(resolved) - set(written))}"
 
 

@@ -16,7 +16,8 @@ from conftest import REPOSITORY
 from farstate import keys, sources
 from farstate.errors import FarstateError
 from farstate.grid import snapshot_file, snapshot_tokens
-from farstate.params import flatten, read_yaml, validate
+from farstate.keys import Stage
+from farstate.params import flatten, merge, read_yaml, validate
 from farstate.plan import PAGE_FILES, PHASES, Page, Plan
 from farstate.workflow import command_of, runs_elsewhere
 from test_params import put
@@ -34,6 +35,10 @@ def lock() -> dict[str, Any]:
 
 def plan_of(data: dict[str, Any], lock: dict[str, Any]) -> Plan:
     return Plan(validate(data, "test"), lock)
+
+
+def control_of(plan: Plan) -> Stage:
+    return next(stage for stage in plan.of(rule="posttrain") if stage.name == "tiny.control.s0")
 
 
 def phases_that_differ(one: Plan, other: Plan) -> set[str]:
@@ -69,6 +74,7 @@ def another(value: Any, key: str) -> Any:
         "corpus.damaged_records": "skip",
         "evaluate.split": "validation",
         "evaluate.streams": "concatenated",
+        "evaluate.softmax": "padded",
         "evaluate.documents": 3,
         "posttrain.arms.state_passing.reset_unit": "batch",
         "posttrain.arms.state_passing.previous": "micro_batch",
@@ -82,8 +88,6 @@ def another(value: Any, key: str) -> Any:
         "report.scale": "demo",
         "report.paper_models": {"tiny": "mamba2-370m"},
         "compare.resamples": 700,
-        "pretrain.peak_learning_rates": {"tiny": 1e-3},
-        "posttrain.peak_learning_rates": {"tiny": 1e-3},
         "pretrain.tokens": 200_000,
         "evaluate.length": 128,
         "posttrain.seeds": [0, 1],
@@ -114,6 +118,8 @@ SKIPPED = {
     "tokenizer.kind": "needs other keys beside it",
     "models.tiny.architecture": "there is one",
     "figures.fig5.models": "there is one",
+    "figures.fig5.steps": "moves post-training, tested below",
+    "figures.fig5.length": "tested below",
 }
 
 
@@ -131,18 +137,90 @@ def test_each_parameter_moves_exactly_the_phases_that_depend_on_it(key: str, dat
     assert before.pages["fig5"].wanted() != after.pages["fig5"].wanted(), "the page must be drawn again"
 
 
+BY_MODEL = {
+    "pretrain.by_model.tiny": ({"tokens": 200_000}, "pretrain"),
+    "pretrain.by_model": ({"tiny": {"recipe": {"peak_learning_rate": 1e-3}}}, "pretrain"),
+    "posttrain.by_model": ({"tiny": {"recipe": {"weight_decay": 0.0}, "steps": 30}}, "posttrain"),
+    "figures.fig5.steps": (30, "posttrain"),
+    "figures.fig5.length": (128, "evaluate"),
+}
+
+
+@pytest.mark.parametrize("key", BY_MODEL)
+def test_values_of_single_models_and_figures_move_the_phases_they_belong_to(
+    key: str, data: dict[str, Any], lock: dict[str, Any]
+) -> None:
+    value, group = BY_MODEL[key]
+    before, after = plan_of(data, lock), plan_of(merge(data, nested(key, value)), lock)
+    assert phases_that_differ(before, after) == LATER[group]
+
+
+def test_a_models_own_steps_go_before_a_figures(data: dict[str, Any], lock: dict[str, Any]) -> None:
+    both = merge(data, {"figures": {"fig5": {"steps": 30}}, "posttrain": {"by_model": {"tiny": {"steps": 40}}}})
+    assert control_of(plan_of(both, lock)).params["steps"] == 40
+
+
+def test_only_what_a_figure_shows_is_planned_and_figures_share_it(data: dict[str, Any], lock: dict[str, Any]) -> None:
+    one = plan_of(data, lock)
+    other = {**data["models"]["tiny"], "context": 8}
+    same = {"models": ["tiny"], "arms": ["base", "control"]}
+    two = plan_of(merge(data, {"models": {"unused": other}, "figures": {"fig1": same}}), lock)
+    assert set(two.stages) - set(one.stages) == {two.pages["fig1"].comparison.directory}
+    assert set(two.pages) == {"fig1", "fig5"}
+
+
+def test_models_with_other_snapshots_have_a_rule_of_their_own(data: dict[str, Any], lock: dict[str, Any]) -> None:
+    assert [*plan_of(data, lock).budgets] == ["pretrain"]
+    more = {
+        "models": {"long": data["models"]["tiny"], "alike": data["models"]["tiny"]},
+        "pretrain": {"by_model": {"long": {"tokens": 300_000}, "alike": {"tokens": 110_000}}},
+        "figures": {"fig5": {"models": ["tiny", "long", "alike"]}},
+    }
+    plan = plan_of(merge(data, more), lock)
+    assert {name: budget["models"] for name, budget in plan.budgets.items()} == {
+        "pretrain": ["tiny", "alike"],
+        "pretrain_2": ["long"],
+    }
+    for budget in plan.budgets.values():
+        for model in budget["models"]:
+            assert set(budget["snapshots"].values()) < set(plan.base[model].files)
+
+
+def test_pages_that_no_figure_asks_for_are_moved_away(tmp_path: Path, data: dict[str, Any], lock: dict[str, Any]) -> None:
+    (tmp_path / "reports").mkdir()
+    for name in ("fig1.html", "fig5.html", "notes.txt"):
+        (tmp_path / "reports" / name).write_text(name)
+    assert plan_of(data, lock).supersede(tmp_path, "report") == ["fig1.html"]
+    assert sorted(path.name for path in (tmp_path / "reports").iterdir()) == ["fig5.html", "notes.txt"]
+    assert (tmp_path / ".superseded/reports/fig1.html").exists()
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    result: dict[str, Any] = value
+    return result
+
+
 def test_every_group_of_parameters_is_named_by_its_dvc_stage() -> None:
     """What DVC compares and what enters the keys of a phase are the same groups."""
     stages = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
-    named = {group: stage for stage, content in stages.items() for group in content["params"]}
-    assert named == GROUPS
+    named: dict[str, set[str]] = {}
+    for stage, content in stages.items():
+        for group in content["params"]:
+            named.setdefault(group, set()).add(stage)
+    expected = {group: {stage} for group, stage in GROUPS.items()}
+    # Which models are trained is decided by the figures that show them.
+    assert named == expected | {"figures": {"pretrain", "posttrain", "evaluate"}}
 
 
 def test_a_new_arm_adds_runs_and_moves_none(data: dict[str, Any], lock: dict[str, Any]) -> None:
     before = plan_of(data, lock)
-    after = plan_of(put(data, "posttrain.arms.loud", {"initial_state": "random_noise", "sigma": 3.0}), lock)
-    added = set(after.stages) - set(before.stages)
-    assert {name.split("/")[2].rsplit("-", 1)[0] for name in added} == {"tiny.loud.s0", "perplexity.tiny.loud.s0"}
+    louder = put(data, "posttrain.arms.loud", {"initial_state": "random_noise", "sigma": 3.0})
+    assert set(plan_of(louder, lock).stages) == set(before.stages), "no figure shows it"
+    after = plan_of(put(louder, "figures.fig5.arms", [*data["figures"]["fig5"]["arms"], "loud"]), lock)
+    added = {name.split("/")[2].rsplit("-", 1)[0] for name in set(after.stages) - set(before.stages)}
+    assert added == {"tiny.loud.s0", "perplexity.tiny.loud.s0", "fig5"}
 
 
 def test_one_arms_parameter_moves_only_that_arm(data: dict[str, Any], lock: dict[str, Any]) -> None:
@@ -254,7 +332,7 @@ def test_a_page_that_carries_the_wanted_keys_is_newer_than_its_manifest(
 
 def test_superseded_results_come_back(tmp_path: Path, data: dict[str, Any], lock: dict[str, Any]) -> None:
     old, new = plan_of(data, lock), plan_of(put(data, "posttrain.steps", 21), lock)
-    stage = old.posttrained["tiny", "control", 0]
+    stage = control_of(old)
     for path in stage.outputs:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("{}")
@@ -271,7 +349,7 @@ def test_a_finished_result_is_never_given_up_for_an_unfinished_one(
     tmp_path: Path, data: dict[str, Any], lock: dict[str, Any]
 ) -> None:
     old, new = plan_of(data, lock), plan_of(put(data, "posttrain.steps", 21), lock)
-    stage = old.posttrained["tiny", "control", 0]
+    stage = control_of(old)
     away = tmp_path / ".superseded/posttrain" / stage.directory.split("/")[2]
     away.mkdir(parents=True)
     (away / "manifest.json").write_text("{}")
@@ -304,7 +382,7 @@ def test_what_snakemake_was_called_for() -> None:
 
 def test_an_unfinished_superseded_result_stays_away(tmp_path: Path, data: dict[str, Any], lock: dict[str, Any]) -> None:
     plan = plan_of(data, lock)
-    stage = plan.posttrained["tiny", "control", 0]
+    stage = control_of(plan)
     away = tmp_path / ".superseded/posttrain" / stage.directory.split("/")[2]
     away.mkdir(parents=True)
     (away / "model.safetensors").write_text("half")

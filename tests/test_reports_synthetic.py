@@ -14,7 +14,7 @@ from typing import Any
 
 import polars as pl
 
-from farstate.reports import fig5 as stage
+from farstate.reports import curves as stage
 
 FAR_EXCESS = {"base": 0.67, "control": 0.73, "random_noise": 0.46, "fitted_noise": 0.47, "state_passing": 0.03, "tbtt": 0.004}
 COST = {"base": 0.0, "control": -0.012, "random_noise": 0.11, "fitted_noise": 0.045, "state_passing": 0.008, "tbtt": 0.004}

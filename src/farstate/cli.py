@@ -244,7 +244,7 @@ def register(
 
 @app.command()
 def supersede(
-    phase: Annotated[str, typer.Argument(help="corpus, pretrain, posttrain or evaluate", show_default=False)],
+    phase: Annotated[str, typer.Argument(help="corpus, pretrain, posttrain, evaluate or report", show_default=False)],
     params: Annotated[Path, typer.Option(help="the parameters that say what is current")] = Path("params.yaml"),
 ) -> None:
     """Move results that no current parameter asks for into `.superseded/`, and name those that are current for DVC."""
@@ -253,14 +253,16 @@ def supersede(
     from farstate.plan import PHASES, RUN_LOCK, Plan
     from farstate.sources import read_lock
 
-    if phase not in PHASES:
-        raise FarstateError(f"phase '{phase}' is not one of {', '.join(PHASES)}")
+    phases = (*PHASES, "report")
+    if phase not in phases:
+        raise FarstateError(f"phase '{phase}' is not one of {', '.join(phases)}")
     root = Path.cwd()
     with only_one(root / RUN_LOCK, "a Snakemake run in this folder"):  # it may be writing what would be moved
         plan = Plan(load(params), read_lock())
         for name in plan.supersede(root, phase):
-            typer.echo(f"superseded results/{phase}/{name}")
-        plan.write_recorded(root, phase)
+            typer.echo(f"superseded {'reports' if phase == 'report' else f'results/{phase}'}/{name}")
+        if phase in PHASES:
+            plan.write_recorded(root, phase)
 
 
 @app.command()

@@ -178,11 +178,49 @@ class Recipe(Strict):
     precision: Literal["float32", "bf16-mixed"] = "float32"
 
 
+class RecipeChange(Strict):
+    """What one model has instead of the common recipe; null: as in the recipe."""
+
+    batch_tokens: PositiveInt | None = None
+    micro_batches: PositiveInt | None = None
+    peak_learning_rate: PositiveFloat | None = None
+    final_learning_rate: NonNegativeFloat | None = None
+    warmup: Probability | None = None
+    weight_decay: NonNegativeFloat | None = None
+    gradient_clip: PositiveFloat | None = None
+    precision: Literal["float32", "bf16-mixed"] | None = None
+
+    def laid_over(self, recipe: Recipe) -> Recipe:
+        return recipe.model_copy(update=self.model_dump(exclude_none=True))
+
+
+class PretrainChange(Strict):
+    """What one model has instead."""
+
+    tokens: PositiveInt | None = None
+    recipe: RecipeChange = RecipeChange()
+
+
+class PosttrainChange(Strict):
+    """What one model has instead."""
+
+    steps: PositiveInt | None = Field(None, description="goes before a figure's `steps` too")
+    recipe: RecipeChange = RecipeChange()
+
+
 class Pretrain(Strict):
     tokens: PositiveInt = Field(description="budget; training stops at the last whole batch within it")
     seed: Annotated[int, Field(ge=0)] = 0
     recipe: Recipe
-    peak_learning_rates: dict[Name, PositiveFloat] = Field({}, description="by model, instead of the recipe's")
+    by_model: dict[Name, PretrainChange] = Field({}, description="single models, instead of the values above")
+
+    def tokens_of(self, model: str) -> int:
+        change = self.by_model.get(model)
+        return change.tokens if change is not None and change.tokens is not None else self.tokens
+
+    def recipe_of(self, model: str) -> Recipe:
+        change = self.by_model.get(model)
+        return change.recipe.laid_over(self.recipe) if change is not None else self.recipe
 
 
 class _Carried(Strict):
@@ -229,8 +267,18 @@ class Posttrain(Strict):
         None, description="longest ordered stretch a TBTT row reads before it moves on with a zero state; null: whole documents"
     )
     recipe: Recipe
-    peak_learning_rates: dict[Name, PositiveFloat] = Field({}, description="by model, instead of the recipe's")
+    by_model: dict[Name, PosttrainChange] = Field({}, description="single models, instead of the values above")
     arms: dict[ArmName, Arm] = Field(min_length=1)
+
+    def steps_of(self, model: str, figure: Figure) -> int:
+        change = self.by_model.get(model)
+        if change is not None and change.steps is not None:
+            return change.steps
+        return self.steps if figure.steps is None else figure.steps
+
+    def recipe_of(self, model: str) -> Recipe:
+        change = self.by_model.get(model)
+        return change.recipe.laid_over(self.recipe) if change is not None else self.recipe
 
     @field_validator("seeds")
     @classmethod
@@ -263,6 +311,9 @@ class Evaluate(Strict):
         "documents", description="concatenated: documents joined to reach the length [assumed]"
     )
     bins_per_octave: PositiveInt = Field(2, description="log-spaced bins, one edge at the training length")
+    softmax: Literal["real", "padded"] = Field(
+        "real", description="over the tokenizer's symbols, or over the padded rows of the head too, as published perplexities are"
+    )
     precision: Literal["float32", "bf16-mixed"] = "float32"
 
 
@@ -276,10 +327,26 @@ class Compare(Strict):
 class Figure(Strict):
     models: tuple[Name, ...] = Field(min_length=1)
     arms: tuple[ArmName, ...] = Field(min_length=1, description="'base' and names from posttrain.arms")
+    steps: PositiveInt | None = Field(None, description="post-training steps of this figure's arms; null: posttrain.steps")
+    length: Annotated[int, Field(ge=2)] | None = Field(None, description="positions measured; null: evaluate.length")
 
 
 class Figures(Strict):
-    fig5: Figure
+    """What is computed is what some figure shows; a figure left out is not drawn."""
+
+    fig1: Figure | None = Field(None, description="perplexity far beyond the training length, base against state passing")
+    fig5: Figure | None = Field(None, description="which initial state repairs")
+    fig10: Figure | None = Field(None, description="the same for RWKV-6")
+
+    @model_validator(mode="after")
+    def _some(self) -> Figures:
+        if not self.given():
+            raise ValueError(f"give at least one of {', '.join(type(self).model_fields)}")
+        return self
+
+    def given(self) -> dict[str, Figure]:
+        """The figures asked for, by name."""
+        return {name: figure for name in type(self).model_fields if (figure := getattr(self, name)) is not None}
 
 
 class Report(Strict):
@@ -303,8 +370,7 @@ class Params(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Params:
-        for figure_name in type(self.figures).model_fields:
-            figure: Figure = getattr(self.figures, figure_name)
+        for figure_name, figure in self.figures.given().items():
             for model in figure.models:
                 if model not in self.models:
                     raise ValueError(f"figures.{figure_name}.models: '{model}' is not in models{nearest(model, self.models)}")
@@ -316,8 +382,8 @@ class Params(Strict):
             if "base" not in figure.arms:
                 raise ValueError(f"figures.{figure_name}.arms: 'base' must be among them, every arm is compared with it")
         by_model: dict[str, dict[str, Any]] = {
-            "pretrain.peak_learning_rates": self.pretrain.peak_learning_rates,
-            "posttrain.peak_learning_rates": self.posttrain.peak_learning_rates,
+            "pretrain.by_model": dict(self.pretrain.by_model),
+            "posttrain.by_model": dict(self.posttrain.by_model),
             "report.paper_models": self.report.paper_models,
         }
         for key, mapping in by_model.items():
@@ -334,9 +400,9 @@ class Params(Strict):
             stretch = self.posttrain.stretch_tokens
             if stretch is not None and stretch < spec.context:
                 raise ValueError(f"posttrain.stretch_tokens: {stretch} is below models.{name}.context = {spec.context}")
-            recipes = [("posttrain", self.posttrain.recipe)]
+            recipes = [("posttrain", self.posttrain.recipe_of(name))]
             if spec.checkpoint is None:
-                recipes.append(("pretrain", self.pretrain.recipe))
+                recipes.append(("pretrain", self.pretrain.recipe_of(name)))
             for phase, recipe in recipes:
                 part = spec.context * recipe.micro_batches
                 if recipe.batch_tokens % part:
@@ -344,12 +410,18 @@ class Params(Strict):
                         f"{phase}.recipe.batch_tokens: {recipe.batch_tokens} is not a multiple of models.{name}.context × "
                         f"{phase}.recipe.micro_batches = {part}"
                     )
-            if spec.checkpoint is None and self.pretrain.tokens < self.pretrain.recipe.batch_tokens:
+            tokens = self.pretrain.tokens_of(name)
+            if spec.checkpoint is None and tokens < self.pretrain.recipe_of(name).batch_tokens:
                 raise ValueError(
-                    f"pretrain.tokens: {self.pretrain.tokens} is less than one batch of {self.pretrain.recipe.batch_tokens}"
+                    f"pretrain.tokens: {tokens} is less than one batch of {self.pretrain.recipe_of(name).batch_tokens}, for '{name}'"
                 )
-            if self.evaluate.length < spec.context:
-                raise ValueError(f"evaluate.length: {self.evaluate.length} is below models.{name}.context = {spec.context}")
+        for figure_name, figure in self.figures.given().items():
+            length, key = self.evaluate.length, "evaluate.length"
+            if figure.length is not None:
+                length, key = figure.length, f"figures.{figure_name}.length"
+            for name in figure.models:
+                if length < self.models[name].context:
+                    raise ValueError(f"{key}: {length} is below models.{name}.context = {self.models[name].context}")
         return self
 
 

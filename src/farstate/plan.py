@@ -22,7 +22,7 @@ from farstate.files import MANIFEST, read_json, write_json
 from farstate.grid import snapshot_file, snapshot_tokens
 from farstate.keys import KEY_LENGTH, Stage, digest
 from farstate.numerics import NUMERICS
-from farstate.params import Model, Params, Recipe, Source, flatten
+from farstate.params import Figure, Model, Params, Source, flatten
 
 PHASE_TARGETS = {"corpus": "corpus", "pretrained": "pretrain", "posttrained": "posttrain", "evaluated": "evaluate"}
 PHASES = ("corpus", "pretrain", "posttrain", "evaluate")
@@ -31,6 +31,9 @@ SUPERSEDED = Path(".superseded")
 RECORDED = Path("config/recorded")
 RUN_LOCK = SCRATCH / "run.lock"
 PAGE_FILES = ("html", "svg", "png", "json", "parquet")
+PAGE_FILE = re.compile(rf"(fig|table)[0-9]+\.({'|'.join(PAGE_FILES)})")
+Run = tuple[str, str, int | None]
+"""Model, arm, seed."""
 
 
 @dataclass(frozen=True)
@@ -124,21 +127,26 @@ class Plan:
                 numerics=("corpus",),
             )
         )
-        self.base = {name: self._add(self._base(name, model)) for name, model in params.models.items()}
-        self.posttrained: dict[tuple[str, str, int], Stage] = {}
-        for name, model in params.models.items():
-            for arm in params.posttrain.arms:
-                for seed in params.posttrain.seeds:
-                    self.posttrained[name, arm, seed] = self._add(self._posttrain(name, model, arm, seed))
-        self.evaluated: dict[tuple[str, str, int | None], Stage] = {}
-        for name, model in params.models.items():
-            own = params.pretrain.seed if model.checkpoint is None else None
-            self.evaluated[name, "base", own] = self._add(self._evaluate(name, model, "base", own, self.base[name]))
-        for (name, arm, seed), stage in self.posttrained.items():
-            self.evaluated[name, arm, seed] = self._add(self._evaluate(name, params.models[name], arm, seed, stage))
-        for figure in type(params.figures).model_fields:
-            comparison = self._add(self._compare(figure))
-            self.pages[figure] = Page(figure, comparison, self._report(figure))
+        self.base: dict[str, Stage] = {}
+        for name, figure in params.figures.given().items():
+            self.pages[name] = Page(name, self._figure(name, figure), self._report(name, figure))
+
+    def _figure(self, name: str, figure: Figure) -> Stage:
+        """The comparison that a figure shows, with all that it stands on; figures share what has the same key."""
+        params = self.params
+        evaluations: dict[Run, Stage] = {}
+        trainings: dict[Run, Stage] = {}
+        for model in figure.models:
+            spec = params.models[model]
+            self.base[model] = self._add(self._base(model, spec))
+            own = params.pretrain.seed if spec.checkpoint is None else None
+            evaluations[model, "base", own] = self._add(self._evaluate(figure, model, "base", own, self.base[model]))
+            for arm in figure.arms:
+                for seed in params.posttrain.seeds if arm != "base" else ():
+                    stage = self._add(self._posttrain(model, arm, seed, params.posttrain.steps_of(model, figure)))
+                    trainings[model, arm, seed] = stage
+                    evaluations[model, arm, seed] = self._add(self._evaluate(figure, model, arm, seed, stage))
+        return self._add(self._compare(name, figure, evaluations, trainings))
 
     def _documents(self, source: Source) -> Iterator[Stage]:
         params = self.params
@@ -211,9 +219,6 @@ class Plan:
             numerics=("corpus",),
         )
 
-    def _recipe(self, recipe: Recipe, rates: dict[str, float], model: str) -> dict[str, Any]:
-        return {**recipe.model_dump(mode="json"), "peak_learning_rate": rates.get(model, recipe.peak_learning_rate)}
-
     def _base(self, name: str, model: Model) -> Stage:
         params = self.params
         if model.checkpoint is not None:
@@ -231,6 +236,7 @@ class Plan:
                 numerics=("models",),
             )
         assert model.shape is not None
+        tokens = params.pretrain.tokens_of(name)
         return Stage(
             rule="pretrain",
             phase="pretrain",
@@ -240,51 +246,64 @@ class Plan:
                 "shape": model.shape.model_dump(mode="json"),
                 "vocabulary_size": params.tokenizer.vocabulary_size,
                 "context": model.context,
-                "tokens": params.pretrain.tokens,
+                "tokens": tokens,
                 "seed": params.pretrain.seed,
-                "recipe": self._recipe(params.pretrain.recipe, params.pretrain.peak_learning_rates, name),
+                "recipe": params.pretrain.recipe_of(name).model_dump(mode="json"),
             },
-            files=("config.json", "model.safetensors", "metrics.jsonl", *map(snapshot_file, self.snapshots)),
+            files=("config.json", "model.safetensors", "metrics.jsonl", *map(snapshot_file, snapshot_tokens(tokens))),
             upstream={"store": (self.store,)},
             numerics=("ops", "models", "training"),
         )
 
     @property
-    def snapshots(self) -> list[int]:
-        return snapshot_tokens(self.params.pretrain.tokens)
+    def budgets(self) -> dict[str, dict[str, Any]]:
+        """The pre-training rules by name: one for each list of snapshots, with the models it trains.
 
-    @property
-    def snapshot_outputs(self) -> dict[str, str]:
-        """Names and files of the snapshots, as the pre-training rule declares them."""
-        return {f"snapshot_{tokens}": snapshot_file(tokens) for tokens in self.snapshots}
+        A rule declares its snapshots, so models whose budgets hold different ones need rules of their own.
+        """
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for model in self.base:
+            if self.params.models[model].checkpoint is None:
+                groups.setdefault(tuple(snapshot_tokens(self.params.pretrain.tokens_of(model))), []).append(model)
+        groups = groups or {(): []}
+        return {
+            "pretrain" if number == 0 else f"pretrain_{number + 1}": {
+                "models": models,
+                "snapshots": {f"snapshot_{tokens}": snapshot_file(tokens) for tokens in snapshots},
+            }
+            for number, (snapshots, models) in enumerate(sorted(groups.items()))
+        }
 
-    def _posttrain(self, name: str, model: Model, arm: str, seed: int) -> Stage:
+    def _posttrain(self, name: str, arm: str, seed: int, steps: int) -> Stage:
         posttrain = self.params.posttrain
         return Stage(
             rule="posttrain",
             phase="posttrain",
             name=f"{name}.{arm}.s{seed}",
             params={
-                "context": model.context,
+                "context": self.params.models[name].context,
                 "arm": posttrain.arms[arm].model_dump(mode="json"),
-                "steps": posttrain.steps,
+                "steps": steps,
                 "seed": seed,
                 "stretch_tokens": posttrain.stretch_tokens,
-                "recipe": self._recipe(posttrain.recipe, posttrain.peak_learning_rates, name),
+                "recipe": posttrain.recipe_of(name).model_dump(mode="json"),
             },
             files=("config.json", "model.safetensors", "metrics.jsonl", "ages.parquet"),
             upstream={"checkpoint": (self.base[name],), "store": (self.store,)},
             numerics=("ops", "models", "training"),
         )
 
-    def _evaluate(self, name: str, model: Model, arm: str, seed: int | None, checkpoint: Stage) -> Stage:
+    def _evaluate(self, figure: Figure, name: str, arm: str, seed: int | None, checkpoint: Stage) -> Stage:
+        evaluate = self.params.evaluate
+        if figure.length is not None:
+            evaluate = evaluate.model_copy(update={"length": figure.length})
         return Stage(
             rule="perplexity",
             phase="evaluate",
             name=f"perplexity.{name}.{arm}" + (f".s{seed}" if seed is not None else ""),
             params={
-                "evaluate": self.params.evaluate.model_dump(mode="json"),
-                "context": model.context,
+                "evaluate": evaluate.model_dump(mode="json"),
+                "context": self.params.models[name].context,
                 "labels": {"model": name, "arm": arm, "seed": seed},
             },
             files=("perplexity.parquet", "positions.parquet"),
@@ -292,49 +311,50 @@ class Plan:
             numerics=("ops", "models", "evaluation"),
         )
 
-    def _compare(self, figure: str) -> Stage:
-        chosen = getattr(self.params.figures, figure)
-
-        def wanted(runs: dict[Any, Stage]) -> dict[Any, Stage]:
+    def _compare(self, name: str, figure: Figure, evaluations: dict[Run, Stage], trainings: dict[Run, Stage]) -> Stage:
+        def ordered(runs: dict[Run, Stage]) -> dict[Run, Stage]:
             # Sorted, so that the order in which arms are written changes nothing.
-            return {run: runs[run] for run in sorted(runs, key=str) if run[0] in chosen.models and run[1] in chosen.arms}
+            return {run: runs[run] for run in sorted(runs, key=str)}
 
-        trainings = wanted(self.posttrained)
         return Stage(
             rule="compare",
             phase="evaluate",
-            name=figure,
+            name=name,
             params={
                 "compare": self.params.compare.model_dump(mode="json"),
-                "figure": chosen.model_dump(mode="json"),
+                "figure": {"models": list(figure.models), "arms": list(figure.arms)},
                 "trainings": [
                     {"model": model, "arm": arm, "seed": seed, "directory": stage.directory}
-                    for (model, arm, seed), stage in trainings.items()
+                    for (model, arm, seed), stage in ordered(trainings).items()
                 ],
             },
             files=("curves.parquet", "references.parquet", "verdicts.parquet", "ages.parquet", "metrics.json"),
-            upstream={"evaluations": tuple(wanted(self.evaluated).values()), "trainings": tuple(trainings.values())},
+            upstream={"evaluations": tuple(ordered(evaluations).values()), "trainings": tuple(ordered(trainings).values())},
             numerics=("evaluation",),
         )
 
-    def _report(self, figure: str) -> dict[str, Any]:
+    def _report(self, name: str, figure: Figure) -> dict[str, Any]:
         """What a page prints besides its tables; a change of it draws the page again and computes nothing."""
         params = self.params
         report = params.report.model_dump(mode="json")
         for part in ("pretrain", "posttrain", "evaluate"):
-            report[part] = getattr(params, part).model_dump(mode="json")
-        report["shapes"] = {
-            name: shape.model_dump(mode="json") if (shape := params.models[name].shape) is not None else None
-            for name in getattr(params.figures, figure).models
-        }
-        batch = params.pretrain.recipe.batch_tokens
-        report["models"] = {
-            name: {
-                "context": params.models[name].context,
-                "training_tokens": None if params.models[name].checkpoint else params.pretrain.tokens // batch * batch,
+            report[part] = getattr(params, part).model_dump(mode="json", exclude={"by_model"})
+        report["posttrain"]["steps"] = params.posttrain.steps if figure.steps is None else figure.steps
+        report["posttrain"]["arms"] = {arm: report["posttrain"]["arms"][arm] for arm in figure.arms if arm != "base"}
+        report["evaluate"]["length"] = params.evaluate.length if figure.length is None else figure.length
+        report["models"] = {}
+        for model in figure.models:
+            spec = params.models[model]
+            recipe, tokens = params.pretrain.recipe_of(model), params.pretrain.tokens_of(model)
+            report["models"][model] = {
+                "architecture": spec.architecture,
+                "context": spec.context,
+                "shape": None if spec.shape is None else spec.shape.model_dump(mode="json"),
+                "training_tokens": None if spec.checkpoint else tokens // recipe.batch_tokens * recipe.batch_tokens,
+                "pretrain": None if spec.checkpoint else recipe.model_dump(mode="json"),
+                "posttrain": params.posttrain.recipe_of(model).model_dump(mode="json"),
+                "steps": params.posttrain.steps_of(model, figure),
             }
-            for name in getattr(params.figures, figure).models
-        }
         return report
 
     # --- questions ---------------------------------------------------------------------------------------
@@ -409,6 +429,8 @@ class Plan:
 
         A finished result there is never given up for an unfinished one.
         """
+        if phase == "report":
+            return self._supersede_pages(root)
         folder = root / "results" / phase
         moved = []
         for directory in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -425,6 +447,18 @@ class Plan:
                     shutil.rmtree(away)
                 os.rename(directory, away)
             moved.append(directory.name)
+        return moved
+
+    def _supersede_pages(self, root: Path) -> list[str]:
+        """Pages are not restored: drawing one again from its tables takes seconds."""
+        current = {path for page in self.pages.values() for path in page.outputs.values()}
+        moved = []
+        for path in sorted((root / "reports").glob("*")):
+            if PAGE_FILE.fullmatch(path.name) and f"reports/{path.name}" not in current:
+                away = root / SUPERSEDED / "reports" / path.name
+                away.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, away)
+                moved.append(path.name)
         return moved
 
     def write_recorded(self, root: Path, phase: str) -> None:

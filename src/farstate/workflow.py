@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -163,6 +163,11 @@ def input_function(
         return found
 
     return inputs
+
+
+def alternatives(names: Iterable[str]) -> str:
+    """A regular expression that matches each of `names` and nothing else; without names it matches nothing."""
+    return "|".join(re.escape(name) for name in names) or r"(?!)"
 
 
 def record_function(pattern: str) -> Callable[[Any], str]:

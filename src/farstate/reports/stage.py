@@ -11,15 +11,15 @@ from farstate.files import read_manifest
 from farstate.params import flatten
 from farstate.plan import PAGE_FILES
 from farstate.provenance import commit, versions
-from farstate.reports.fig5 import fig5
+from farstate.reports import curves
+from farstate.reports.figures import FIGURES, About
 
-_FIGURES = {"fig5": fig5}
 _ASSUMED = {
     *("weight_decay", "sigma", "carry_auxiliary", "reset_unit", "reset_auxiliary", "previous"),
-    *("peak_learning_rate", "peak_learning_rates", "streams"),
+    *("peak_learning_rate", "streams"),
 }
-"""What shared/paper.md marks [assumed]."""
-_PAPER_STEPS, _PAPER_BETA, _PAPER_RESETS, _PAPER_RATE = 100, 0.1, 0.1, 0.1
+"""What no text of the paper gives."""
+_PAPER_BETA, _PAPER_RESETS, _PAPER_RATE = 0.1, 0.1, 0.1
 
 
 def report_stage(wanted: dict[str, Any], folder: Path) -> None:
@@ -28,20 +28,21 @@ def report_stage(wanted: dict[str, Any], folder: Path) -> None:
     Raises:
         FarstateError: the figure is unknown, or the tables it shows are missing or unfinished.
     """
-    draw = _FIGURES.get(wanted["figure"])
-    if draw is None:
-        raise FarstateError(f"'{wanted['figure']}' is not a figure we draw; known: {', '.join(_FIGURES)}")
+    about = FIGURES.get(wanted["figure"])
+    if about is None:
+        raise FarstateError(f"'{wanted['figure']}' is not a figure we draw; known: {', '.join(FIGURES)}")
     comparison = Path(wanted["comparison"])
     manifest = read_manifest(comparison)
-    draw(
+    curves.draw(
+        about,
         comparison=comparison,
         output={kind: folder / f"{wanted['figure']}.{kind}" for kind in PAGE_FILES},
-        context=_context(wanted["params"], manifest),
+        context=_context(about, wanted["params"], manifest),
         keys=wanted,
     )
 
 
-def _context(report: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
+def _context(about: About, report: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
     """What the page prints besides the tables."""
     models = {}
     for name, label in report["models"].items():
@@ -55,13 +56,20 @@ def _context(report: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]
             "paper_model": report["paper_models"].get(name) if report["paper_values"] else None,
         }
     posttrain = report["posttrain"]
-    budget = f"{posttrain['steps']} post-training steps of {posttrain['recipe']['batch_tokens']:,} tokens"
-    trained_here = any(report["shapes"].values())
+    budgets: dict[str, list[str]] = {}
+    for name, model in report["models"].items():
+        budgets.setdefault(f"{model['steps']} post-training steps of {model['posttrain']['batch_tokens']:,} tokens", []).append(
+            name
+        )
+    budget = next(iter(budgets))
+    if len(budgets) > 1:
+        budget = "; ".join(f"{', '.join(names)}: {words}" for words, names in budgets.items())
+    trained_here = any(model["shape"] for model in report["models"].values())
     return {
         "models": models,
         "scale": report["scale"],
         "budget": budget,
-        "parameters": _printed(report),
+        "parameters": _printed(about, report),
         "provenance": {
             **{f"version of {name}": version for name, version in versions().items()},
             "commit": commit().get("commit", "not a git checkout"),
@@ -73,31 +81,36 @@ def _context(report: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _printed(report: dict[str, Any]) -> list[dict[str, Any]]:
+def _printed(about: About, report: dict[str, Any]) -> list[dict[str, Any]]:
     """The parameters worth printing: which the paper does not give, and which differ from it.
 
     Published checkpoints were trained elsewhere: for them nothing is said of pre-training.
     """
     rows = []
-    trained_here = any(report["shapes"].values())
-    for name, shape in report["shapes"].items():
+    trained_here = any(model["shape"] for model in report["models"].values())
+    for name, model in report["models"].items():
         value = "of the published checkpoint"
-        if shape is not None:
-            value = ", ".join(f"{key} {_shown(item)}" for key, item in shape.items() if item is not None)
-        rows.append({"name": f"models.{name}.shape", "value": value, "assumed": shape is not None})
-    for part in ("pretrain", "posttrain", "evaluate") if trained_here else ("posttrain", "evaluate"):
-        for key, value in flatten(report[part], part).items():
-            if value == {} or key.endswith(".initial_state"):
-                continue
-            path = key.split(".")
-            rows.append(
-                {
-                    "name": key,
-                    "value": _shown(value),
-                    "assumed": path[-1] in _ASSUMED or path[1] in _ASSUMED,
-                    "differs": _differs(report, key, value),
-                }
-            )
+        if model["shape"] is not None:
+            value = ", ".join(f"{key} {_shown(item)}" for key, item in model["shape"].items() if item is not None)
+        rows.append(
+            {"name": f"models.{name}", "value": f"{model['architecture']}: {value}", "assumed": model["shape"] is not None}
+        )
+    given = [
+        (key, value, None)
+        for part in (("pretrain", "posttrain", "evaluate") if trained_here else ("posttrain", "evaluate"))
+        for key, value in flatten(report[part], part).items()
+        if value != {} and not key.endswith(".initial_state")
+    ]
+    for key, value, model_name in [*given, *_changes(report)]:
+        path = key.split(".")
+        rows.append(
+            {
+                "name": key,
+                "value": _shown(value),
+                "assumed": path[-1] in _ASSUMED or path[1] in _ASSUMED,
+                "differs": _differs(about, report, key, value, model_name),
+            }
+        )
     rows.append({"name": "optimizer", "value": "AdamW", "assumed": True})
     rows.append({"name": "optimizer state when post-training begins", "value": "fresh", "assumed": True})
     if any(arm["initial_state"] == "fitted_noise" for arm in report["posttrain"]["arms"].values()):
@@ -114,28 +127,48 @@ def _shown(value: Any) -> Any:
     return value
 
 
-def _differs(report: dict[str, Any], key: str, value: Any) -> str:
-    """What the paper has instead, or nothing."""
-    posttrain = report["posttrain"]
-    if key == "posttrain.steps":
-        return "" if value == _PAPER_STEPS else f"{_PAPER_STEPS}"
-    for name, arm in posttrain["arms"].items():
+def _changes(report: dict[str, Any]) -> list[tuple[str, Any, str]]:
+    """What single models have instead of the common values: key, value, model."""
+    found: list[tuple[str, Any, str]] = []
+    for name, model in report["models"].items():
+        if model["pretrain"] is not None:
+            recipe, tokens = report["pretrain"]["recipe"], report["pretrain"]["tokens"]
+            if model["training_tokens"] != tokens // model["pretrain"]["batch_tokens"] * model["pretrain"]["batch_tokens"]:
+                found.append((f"pretrain.by_model.{name}.tokens", model["training_tokens"], name))
+            found += _recipe_changes(f"pretrain.by_model.{name}", recipe, model["pretrain"], name)
+        if model["steps"] != report["posttrain"]["steps"]:
+            found.append((f"posttrain.by_model.{name}.steps", model["steps"], name))
+        found += _recipe_changes(f"posttrain.by_model.{name}", report["posttrain"]["recipe"], model["posttrain"], name)
+    return found
+
+
+def _recipe_changes(prefix: str, common: dict[str, Any], own: dict[str, Any], name: str) -> list[tuple[str, Any, str]]:
+    return [(f"{prefix}.recipe.{key}", value, name) for key, value in own.items() if value != common[key]]
+
+
+def _differs(about: About, report: dict[str, Any], key: str, value: Any, model: str | None) -> str:
+    """What the paper has instead, or nothing. `model`: whose own value it is; None: the common one."""
+    names = list(report["models"]) if model is None else [model]
+    path = key.split(".")
+    if path[0] == "posttrain" and path[-1] == "steps":
+        wanted = [about.steps.get(report["models"][name]["architecture"], about.steps[""]) for name in names]
+        if model is None:
+            wanted = [steps for steps, name in zip(wanted, names, strict=True) if report["models"][name]["steps"] == value]
+        other = sorted({steps for steps in wanted if steps is not None and steps != value})
+        return " or ".join(map(str, other))
+    for name, arm in report["posttrain"]["arms"].items():
         if key == f"posttrain.arms.{name}.reset_probability":
             return "" if value == _PAPER_RESETS else f"{_PAPER_RESETS}"
         if key == f"posttrain.arms.{name}.beta" and arm["initial_state"] == "fitted_noise":
             return "" if value == _PAPER_BETA else f"{_PAPER_BETA}"
-    if key.startswith("posttrain.") and "peak_learning_rate" in key:
-        for name in (name for name, shape in report["shapes"].items() if shape is not None):
-            before, after = (_rate(report[part], name) for part in ("pretrain", "posttrain"))
-            own = name in posttrain["peak_learning_rates"]
-            here = key == (f"posttrain.peak_learning_rates.{name}" if own else "posttrain.recipe.peak_learning_rate")
-            if here and not math.isclose(after, _PAPER_RATE * before):
+    if path[0] == "posttrain" and path[-1] == "peak_learning_rate":
+        for name in names:
+            own = report["models"][name]
+            if own["pretrain"] is None or own["posttrain"]["peak_learning_rate"] != value:
+                continue
+            if not math.isclose(value, _PAPER_RATE * own["pretrain"]["peak_learning_rate"]):
                 return "a tenth of the pre-training rate"
     return ""
-
-
-def _rate(training: dict[str, Any], model: str) -> float:
-    return float(training["peak_learning_rates"].get(model, training["recipe"]["peak_learning_rate"]))
 
 
 def _short(count: int) -> str:

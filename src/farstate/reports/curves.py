@@ -1,4 +1,4 @@
-"""Figure 5 of the paper: which initial state repairs length generalisation? Perplexity by position, every arm, every size.
+"""Pages of perplexity by position, every arm, every model (the paper's Figures 1, 5 and 10; `farstate.reports.figures`).
 
 The stage reads the tables of `farstate.evaluation.compare` and draws them. It filters and formats; every
 number on the page is in a table or in the parameters.
@@ -21,6 +21,7 @@ from farstate.files import atomic_path, write_text
 from farstate.reference import paper_points
 from farstate.reports import charts, page, text
 from farstate.reports.charts import METRICS, RESET, RESET_LABEL, Panel, Row
+from farstate.reports.figures import About
 from farstate.reports.theme import ArmStyle, Spec, arm_styles
 
 CURVE_COLUMNS = ("model", "arm", "seed", "train_length", "metric", "position", "value", "low", "high", "n_documents")
@@ -49,7 +50,6 @@ VERDICT_COLUMNS = (
     *("excess_nll_seeds_low", "excess_nll_seeds_high", "steps", "tokens", "learning_rate"),
 )
 AGE_COLUMNS = ("model", "arm", "seed", "age", "share")
-PAPER_ARMS = {"base": "base", "random": "random_noise", "fitted": "fitted_noise", "SP100": "state_passing", "TBTT100": "tbtt"}
 CURVE_FIELDS, AGE_FIELDS = ("position", "value", "low", "high"), ("age", "share")
 METRICS_DRAWN = tuple(metric.name for metric in METRICS)
 RESETS = {"ppl": "ppl_reset", "excess_nll_base": "reset_excess"}
@@ -93,7 +93,8 @@ class Context(_Strict):
     note: str = ""
 
 
-def fig5(
+def draw(
+    about: About,
     *,
     comparison: Path,
     output: dict[str, Path],
@@ -103,6 +104,7 @@ def fig5(
     """Draw the tables in `comparison` as a page, a static figure, its specification and its data.
 
     Args:
+        about: what the figure asks.
         comparison: directory with curves, references, verdicts and ages (`.parquet`).
         output: a path each for html, svg, png, json and parquet, written whole or not at all.
         context: see `Context`.
@@ -113,7 +115,7 @@ def fig5(
             is incomplete, or an output is not named.
     """
     if missing := [name for name in OUTPUTS if name not in output]:
-        raise FarstateError(f"figure 5: no path given for {', '.join(missing)}; it writes {', '.join(OUTPUTS)}")
+        raise FarstateError(f"no path given for {', '.join(missing)}; it writes {', '.join(OUTPUTS)}")
     card = _context(context)
     curves = _table(comparison, "curves", CURVE_COLUMNS)
     references = _table(comparison, "references", CURVE_COLUMNS)
@@ -127,21 +129,19 @@ def fig5(
     )
     models = [name for name in card.models if name in set(drawn["model"])]
     if unknown := sorted(set(drawn["model"]) - set(models)):
-        raise FarstateError(
-            f"figure 5: {comparison / 'curves.parquet'} holds {', '.join(unknown)}, of which the context says nothing"
-        )
+        raise FarstateError(f"{comparison / 'curves.parquet'} holds {', '.join(unknown)}, of which the context says nothing")
     styles = arm_styles(curves["arm"].unique())
     length = _length(drawn, verdicts)
-    panels = [_panel(drawn, resets, card, model, metric, styles, length) for model in models for metric in METRICS]
+    panels = [_panel(about, drawn, resets, card, model, metric, styles, length) for model in models for metric in METRICS]
 
-    specification = charts.sheet(panels, styles, _title(card), _subtitle(card, models, verdicts))
+    specification = charts.sheet(panels, styles, _title(about, card), _subtitle(card, models, verdicts))
     encoded = json.dumps(specification, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True)
     svg = vl_convert.vegalite_to_svg(encoded)
     png = vl_convert.svg_to_png(svg, scale=PNG_SCALE)
-    html = _page(card, models, panels, styles, drawn, verdicts, ages, output, keys)
+    html = _page(about, card, models, panels, styles, drawn, verdicts, ages, output, keys)
     if (size := len(html.encode())) > page.MAXIMUM_BYTES:
         raise FarstateError(
-            f"figure 5: the page would be {size:,} bytes, more than {page.MAXIMUM_BYTES:,}; lower evaluate.bins_per_octave or the number of seeds"
+            f"the page would be {size:,} bytes, more than {page.MAXIMUM_BYTES:,}; lower evaluate.bins_per_octave or the number of seeds"
         )
 
     with atomic_path(output["parquet"]) as temporary:
@@ -162,7 +162,7 @@ def _context(context: dict[str, Any]) -> Context:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise FarstateError(f"figure 5: context.{where}: {first['msg']}") from None
+        raise FarstateError(f"context.{where}: {first['msg']}") from None
 
 
 def _table(directory: Path, name: str, columns: Sequence[str], *, may_be_empty: bool = False) -> polars.DataFrame:
@@ -209,6 +209,7 @@ def _checked(table: polars.DataFrame, metrics: Sequence[str], path: Path) -> pol
 
 
 def _panel(
+    about: About,
     drawn: polars.DataFrame,
     resets: polars.DataFrame,
     card: Context,
@@ -219,7 +220,7 @@ def _panel(
 ) -> Panel:
     mine = drawn.filter(polars.col("model") == model)
     labels = {style.name: style.label for style in styles}
-    about = card.models[model]
+    model_card = card.models[model]
     rows: list[Row] = []
     for style in styles:
         arm = mine.filter((polars.col("arm") == style.name) & (polars.col("metric") == metric.name))
@@ -236,13 +237,13 @@ def _panel(
     if metric.name in RESETS:
         line = resets.filter((polars.col("model") == model) & (polars.col("metric") == RESETS[metric.name]))
         rows += _curve(line, "reference", RESET, RESET_LABEL, "–", "reference, not an arm")
-    if metric.name == "ppl" and about.paper_model is not None:
-        rows += _paper_rows(about.paper_model, labels)
+    if metric.name == "ppl" and about.points is not None and model_card.paper_model is not None:
+        rows += _paper_rows(about, about.points, model_card.paper_model, labels)
     return Panel(
         model=model,
-        title=about.label,
+        title=model_card.label,
         metric=metric,
-        train_length=about.context,
+        train_length=model_card.context,
         length=length,
         rows=rows,
     )
@@ -284,10 +285,10 @@ def _curve(table: polars.DataFrame, kind: str, arm: str, label: str, seed: str, 
     return rows
 
 
-def _paper_rows(model: str, labels: Mapping[str, str]) -> list[Row]:
+def _paper_rows(about: About, points: str, model: str, labels: Mapping[str, str]) -> list[Row]:
     rows = []
-    for point in paper_points("fig5_ppl", model):
-        arm = PAPER_ARMS.get(point.method)
+    for point in paper_points(points, model):
+        arm = about.methods.get(point.method)
         if arm not in labels:
             continue
         assert arm is not None
@@ -341,8 +342,8 @@ def _age_rows(ages: polars.DataFrame, model: str, styles: Sequence[ArmStyle]) ->
 # Page ------------------------------------------------------------------------------------------------------
 
 
-def _title(card: Context) -> str:
-    return "Which initial state repairs length generalisation?" + ("" if card.scale == "paper" else f" ({card.scale})")
+def _title(about: About, card: Context) -> str:
+    return about.title + ("" if card.scale == "paper" else f" ({card.scale})")
 
 
 def _subtitle(card: Context, models: Sequence[str], verdicts: polars.DataFrame) -> list[str]:
@@ -355,6 +356,7 @@ def _subtitle(card: Context, models: Sequence[str], verdicts: polars.DataFrame) 
 
 
 def _page(
+    about: About,
     card: Context,
     models: Sequence[str],
     panels: Sequence[Panel],
@@ -417,8 +419,9 @@ def _page(
     has_reset = any(RESET in by_arm for by_arm in ranges.values())
     arms_seen = {row["arm"] for section in sections for row in section["verdicts"]} | set(names)
     return page.render(
-        "fig5.html.j2",
-        title=_title(card),
+        "curves.html.j2",
+        title=_title(about, card),
+        about=about,
         card=card,
         keys=json.dumps(dict(keys), sort_keys=True, ensure_ascii=False),
         sections=sections,

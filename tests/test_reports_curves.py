@@ -22,7 +22,8 @@ import pytest
 from farstate.errors import FarstateError
 from farstate.reference import paper_points
 from farstate.reports import charts
-from farstate.reports import fig5 as stage
+from farstate.reports import curves as stage
+from farstate.reports.figures import FIGURES
 from farstate.reports.theme import arm_styles
 from test_reports_synthetic import context, outputs, write_tables
 
@@ -62,7 +63,7 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def build(tables: Path, root: Path, about: dict[str, Any] | None = None) -> dict[str, Path]:
     output = outputs(root)
-    stage.fig5(comparison=tables, output=output, context=about or context(), keys=KEYS)
+    stage.draw(FIGURES["fig5"], comparison=tables, output=output, context=about or context(), keys=KEYS)
     return output
 
 
@@ -367,7 +368,7 @@ def test_the_same_tables_give_the_same_bytes(tmp_path: Path) -> None:
     """In this process and in another with another hash seed."""
     tables = write_tables(tmp_path / "tables", seeds=(0,), arms=("base", "state_passing"), length=512)
     here = build(tables, tmp_path / "here")
-    code = "import sys; from pathlib import Path; import test_reports_fig5 as t;t.build(Path(sys.argv[1]), Path(sys.argv[2]))"
+    code = "import sys; from pathlib import Path; import test_reports_curves as t;t.build(Path(sys.argv[1]), Path(sys.argv[2]))"
     environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code, str(tables), str(tmp_path / "there")], env=environment, check=True, timeout=120)
     for name, path in here.items():
@@ -415,8 +416,12 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(FarstateError, match=r"context.scale"):
         build(tables, tmp_path, context() | {"scale": "huge"})
     with pytest.raises(FarstateError, match=r"no path given for png"):
-        stage.fig5(
-            comparison=tables, output={k: v for k, v in outputs(tmp_path).items() if k != "png"}, context=context(), keys={}
+        stage.draw(
+            FIGURES["fig5"],
+            comparison=tables,
+            output={k: v for k, v in outputs(tmp_path).items() if k != "png"},
+            context=context(),
+            keys={},
         )
     pl.read_parquet(tables / "curves.parquet").clear().write_parquet(tables / "curves.parquet")
     with pytest.raises(FarstateError, match=r"curves.parquet: holds no rows"):
@@ -428,15 +433,18 @@ def test_what_the_page_prints_of_the_parameters() -> None:
     from farstate.reports.stage import _context
 
     recipe = {"batch_tokens": 2048, "peak_learning_rate": 5e-3, "weight_decay": 0.1}
+    post = recipe | {"peak_learning_rate": 1e-3}
+    small = {
+        **{"architecture": "mamba2", "context": 32, "training_tokens": 4096, "pretrain": recipe, "posttrain": post, "steps": 200},
+        "shape": {"width": 32, "dt_min": 5e-4, "dt_max": 3e-3, "A_init_range": [1.0, 1.0], "norm_groups": None},
+    }
     report: dict[str, Any] = {
-        "models": {"small": {"context": 32, "training_tokens": 4096}},
-        "shapes": {"small": {"width": 32, "dt_min": 5e-4, "dt_max": 3e-3, "A_init_range": [1.0, 1.0], "norm_groups": None}},
-        "pretrain": {"seed": 0, "recipe": recipe, "peak_learning_rates": {}},
+        "models": {"small": small},
+        "pretrain": {"seed": 0, "tokens": 4100, "recipe": recipe},
         "posttrain": {
             "steps": 200,
             "seeds": [0, 1],
-            "recipe": recipe | {"peak_learning_rate": 1e-3},
-            "peak_learning_rates": {},
+            "recipe": post,
             "arms": {
                 "fitted": {"initial_state": "fitted_noise", "beta": 0.2},
                 "passing": {"initial_state": "state_passing", "reset_probability": 0.05, "carry_auxiliary": True},
@@ -447,11 +455,11 @@ def test_what_the_page_prints_of_the_parameters() -> None:
         **{"paper_values": True, "scale": "demo", "note": ""},
     }
     manifest = {"key": "k", "models": {"small": {"parameters": 10, "parameters_without_embeddings": 5}}}
-    about = _context(report, manifest)
+    about = _context(FIGURES["fig5"], report, manifest)
     rows = {row["name"]: row for row in stage.Context.model_validate(about).model_dump()["parameters"]}
-    assert rows["models.small.shape"]["value"] == "width 32, dt_min 0.0005, dt_max 0.003, A_init_range 1.0 to 1.0"
+    assert rows["models.small"]["value"] == "mamba2: width 32, dt_min 0.0005, dt_max 0.003, A_init_range 1.0 to 1.0"
     assert {name for name, row in rows.items() if row["assumed"]} == {
-        *("models.small.shape", "pretrain.recipe.peak_learning_rate", "pretrain.recipe.weight_decay"),
+        *("models.small", "pretrain.recipe.peak_learning_rate", "pretrain.recipe.weight_decay"),
         *("posttrain.recipe.peak_learning_rate", "posttrain.recipe.weight_decay", "posttrain.arms.passing.carry_auxiliary"),
         *("evaluate.streams", "optimizer", "optimizer state when post-training begins"),
         *("fitted noise, moments over", "fitted noise, first update"),
@@ -465,14 +473,20 @@ def test_what_the_page_prints_of_the_parameters() -> None:
     assert "uncommitted" not in about["provenance"]["commit"]
     assert about["provenance"]["pre-training seed"] == 0
 
-    about = _context(report | {"shapes": {"small": None}}, manifest)
+    published = {"models": {"small": small | {"shape": None, "pretrain": None, "training_tokens": None}}}
+    about = _context(FIGURES["fig5"], report | published, manifest)
     assert not [row for row in about["parameters"] if row["name"].startswith("pretrain.")]
     assert "pre-training seed" not in about["provenance"]
     assert not any(row.get("differs") for row in about["parameters"] if "learning_rate" in row["name"])
-    own = report["posttrain"] | {"peak_learning_rates": {"small": 5e-4}}
-    about = _context(report | {"posttrain": own}, manifest)
+
+    own = {"models": {"small": small | {"posttrain": post | {"peak_learning_rate": 5e-4}, "steps": 500}}}
+    about = _context(FIGURES["fig1"], report | own, manifest)
+    rows = {row["name"]: row for row in about["parameters"]}
     assert not any(row.get("differs") for row in about["parameters"] if "learning_rate" in row["name"])
-    assert next(row for row in about["parameters"] if row["name"].endswith("learning_rates.small"))["assumed"]
+    assert rows["posttrain.by_model.small.recipe.peak_learning_rate"]["assumed"]
+    assert rows["posttrain.by_model.small.steps"]["value"] == 500
+    assert not rows["posttrain.by_model.small.steps"]["differs"]
+    assert about["budget"].startswith("500 post-training steps")
 
 
 def test_styles_tell_arms_apart_without_colour() -> None:
@@ -497,7 +511,7 @@ def test_lower_bounds_of_the_paper_become_arrows(monkeypatch: pytest.MonkeyPatch
     point = paper_points("fig5_ppl", "mamba2-1.3b")[0]
     bound = type(point)(**{**vars(point), "lower_bound": True})
     monkeypatch.setattr(stage, "paper_points", lambda figure, model: [bound])
-    (row,) = stage._paper_rows("mamba2-1.3b", {"base": "base"})
+    (row,) = stage._paper_rows(FIGURES["fig5"], "fig5_ppl", "mamba2-1.3b", {"base": "base"})
     assert row["low"] is None
     assert row["kind"] == "paper"
     panel = charts.Panel("m", "m", charts.METRICS[0], 2048, 32768, [row])
