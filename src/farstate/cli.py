@@ -35,12 +35,14 @@ Output = Annotated[Path | None, typer.Option(help="result directory; default: th
 
 
 def _run(record: Path, output: Path | None, rule: str, work: Callable[[Stage], dict[str, Any] | None]) -> None:
+    from farstate.ops import backends
     from farstate.provenance import write_provenance
 
     started = time.time()
     stage = Stage(record, output, rule)
-    facts = work(stage)
-    write_provenance(stage.record, stage.output, started, facts)
+    with backends.use(stage.settings.backend) as operations:
+        facts = work(stage)
+    write_provenance(stage.record, stage.output, started, facts, operations.record())
 
 
 @app.command()

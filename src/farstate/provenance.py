@@ -13,7 +13,20 @@ from typing import Any
 
 from farstate.files import write_json
 
-_PACKAGES = ("farstate", "torch", "numpy", "tokenizers", "polars", "pyarrow", "altair", "snakemake", "dvc")
+_PACKAGES = (
+    "farstate",
+    "torch",
+    "triton",
+    "mamba-ssm",
+    "fla-core",
+    "numpy",
+    "tokenizers",
+    "polars",
+    "pyarrow",
+    "altair",
+    "snakemake",
+    "dvc",
+)
 
 
 def commit() -> dict[str, Any]:
@@ -48,8 +61,19 @@ def sidecar(output: Path) -> Path:
     return Path("logs") / output.parent.name / f"{output.name}.provenance.json"
 
 
-def write_provenance(record: dict[str, Any], output: Path, started: float, run: dict[str, Any] | None = None) -> None:
-    """Write the sidecar of a finished stage; what the stage itself measured stands beside it under 'run'."""
+def write_provenance(
+    record: dict[str, Any],
+    output: Path,
+    started: float,
+    run: dict[str, Any] | None = None,
+    operations: dict[str, Any] | None = None,
+) -> None:
+    """Write the sidecar of a finished stage.
+
+    Args:
+        run: what the stage measured of itself.
+        operations: by recurrence that it computed, the backend that was requested, those it resolved to, and why.
+    """
     device = "cpu"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -68,6 +92,7 @@ def write_provenance(record: dict[str, Any], output: Path, started: float, run: 
             "threads": os.environ.get("OMP_NUM_THREADS"),
             "versions": versions(),
             "run": run or {},
+            "operations": operations or {},
             **commit(),
         },
     )

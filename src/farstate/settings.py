@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from farstate.errors import FarstateError, nearest
+from farstate.ops.backends import Backend
 from farstate.params import merge, read_yaml
 
 Threads = Annotated[int, Field(ge=1)]
@@ -34,6 +35,11 @@ class ThreadsPerRule(_Strict):
 
 class Settings(_Strict):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
+    backend: Backend = Field(
+        "auto",
+        description="what computes the recurrences; auto: chunked on a CPU, on a GPU the fastest that is installed and agrees with "
+        "naive there; `farstate doctor` shows which",
+    )
     threads: ThreadsPerRule = ThreadsPerRule()
     checkpoint_seconds: Annotated[float, Field(gt=0)] = Field(60.0, description="time between checkpoints for resuming")
     scratch: str = Field(".farstate/scratch", description="folder for checkpoints; put it on a fast disk")
