@@ -7,17 +7,26 @@ What was read from another format keeps where it came from: in the header of `mo
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from farstate.errors import FarstateError
+from farstate.errors import FarstateError, nearest
+from farstate.files import atomic_folder
 from farstate.models.formats import FORMATS, Checkpoint, Origin, farstate
 from farstate.models.formats.checks import check_names_and_shapes, unknown_architecture, untie
-from farstate.models.formats.files import CONFIG, SAFETENSORS, json_object
+from farstate.models.formats.files import CONFIG, SAFETENSORS, dtypes_of, json_object
 from farstate.models.language_model import LanguageModel
 
-__all__ = ["CONFIG", "SAFETENSORS", "detect_format", "load_model", "load_with_origin", "save_model", "write_weights"]
+__all__ = ["CONFIG", "SAFETENSORS", "detect_format", "export", "load_model", "load_with_origin", "save_model", "write_weights"]
+
+
+_DTYPES = ("float32", "float16", "bfloat16")
 
 
 def save_model(model: LanguageModel, folder: str | os.PathLike[str], origin: Origin | None = None) -> None:
@@ -87,3 +96,94 @@ def _loaded(root: Path, dtype: torch.dtype) -> tuple[LanguageModel, Checkpoint]:
     model.to(dtype=dtype)
     model.load_state_dict(checkpoint.tensors)
     return model.eval(), checkpoint
+
+
+# What belongs to a checkpoint besides its configuration and its weights.
+_BESIDE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+)
+
+
+def files_beside(folder: Path) -> list[str]:
+    """Names of the tokenizer's files and the like in the folder of a checkpoint."""
+    return [name for name in _BESIDE if (folder / name).is_file()]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` wrote.
+
+    Attributes:
+        format: its name.
+        dtype: of most tensors.
+        beside: files of the tokenizer and the like that were copied.
+        absent: those that the weights once came with and that are not here to copy; `checkpoint` is where they were.
+    """
+
+    format: str
+    dtype: str
+    beside: list[str]
+    absent: list[str]
+    checkpoint: str | None
+
+
+def export(
+    source: str | os.PathLike[str], output: str | os.PathLike[str], format_name: str | None = None, dtype: str | None = None
+) -> Exported:
+    """Write the model at `source` into the new folder `output`, which appears whole or not at all.
+
+    Args:
+        format_name: by default the format that the weights came from.
+        dtype: of all tensors; by default each tensor's dtype in the file it came from where this loses nothing of any, so that
+            untouched weights come back bit by bit, and else (after training) the dtype it has.
+
+    Raises:
+        FarstateError: `output` is there already, the weights come from no other format and none is given, or the format
+            has no such architecture or no words for its configuration; and what `load_model` raises.
+    """
+    root, target = Path(source), Path(output)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FarstateError(f"{target}: already there; give the name of a new folder")
+    model, checkpoint = _loaded(root, torch.float32)
+    config, origin = checkpoint.config, checkpoint.origin
+    name = format_name or origin.get("format")
+    able = [known for known, kind in FORMATS.items() if config.architecture in kind.architectures]
+    if name is None:
+        raise FarstateError(f"{root}: was trained here and comes from no other format; give --format: {', '.join(able)}")
+    if name not in FORMATS:
+        raise FarstateError(f"--format: '{name}' is unknown{nearest(name, FORMATS)}; known: {', '.join(FORMATS)}")
+    if name not in able:
+        raise FarstateError(
+            f"{root}: {name} has no architecture '{config.architecture}'; formats that have it: {', '.join(able)}"
+        )
+    # In the order of the model, which is that of the files that the libraries write.
+    tensors = {key: checkpoint.tensors[key] for key in model.state_dict()}
+    tensors = _cast(tensors, origin.get("storage", {}), dtype)
+    folder = root if root.is_dir() else root.parent
+    with atomic_folder(target) as part:
+        FORMATS[name].write(config, tensors, part, origin if name in ("farstate", origin.get("format")) else {})
+        beside = files_beside(folder)
+        for file in beside:
+            shutil.copyfile(folder / file, part / file)
+    absent = [file for file in origin.get("beside", []) if file not in beside]
+    return Exported(name, dtypes_of(tensors)["dtype"], beside, absent, origin.get("checkpoint"))
+
+
+def _cast(tensors: Mapping[str, Tensor], storage: Mapping[str, Any], dtype: str | None) -> dict[str, Tensor]:
+    if dtype is not None and dtype not in _DTYPES:
+        raise FarstateError(f"--dtype: '{dtype}' is unknown; known: {', '.join(_DTYPES)}")
+    wanted = {
+        name: getattr(torch, dtype or storage.get("dtypes", {}).get(name) or storage.get("dtype") or str(tensor.dtype)[6:])
+        for name, tensor in tensors.items()
+    }
+    if dtype is None and not all(torch.equal(t.to(wanted[name]).to(t.dtype), t) for name, t in tensors.items()):
+        return dict(tensors)
+    # A tied tensor stays one tensor under its two names.
+    done: dict[int, Tensor] = {}
+    return {name: done.setdefault(id(tensor), tensor.to(wanted[name])) for name, tensor in tensors.items()}

@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from farstate import sources
 from farstate.errors import FarstateError
 from farstate.files import write_manifest
-from farstate.models.checkpoints import load_model, save_model
+from farstate.models.checkpoints import files_beside, load_with_origin, save_model
 from farstate.stages import Stage
 
-_WANTED = ("config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_WANTED = ("config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json", "tokenizer.json")
 
 
 def import_stage(stage: Stage) -> None:
     """Read the checkpoint that the record names, hold it against `config/sources.lock`, and write it anew.
+
+    Where it came from (format, configuration, how its tensors lay) enters the header of the weights, for `farstate export`.
 
     Raises:
         FarstateError: it is not registered, changed since, not reachable, or not a checkpoint we read.
     """
     name = stage.params["checkpoint"]
     entry = sources.check(sources.Outside("checkpoint", name), verify=stage.verify)
-    folder = sources.inputs_root() / name if (sources.inputs_root() / name).is_dir() else _download(name, entry.get("revision"))
-    model = load_model(folder)
+    path = locate(name, entry.get("revision"), sources.inputs_root())
+    model, origin = load_with_origin(path)
     if model.config.architecture != stage.params["architecture"]:
         raise FarstateError(
             f"{name}: its architecture is {model.config.architecture}, the parameters say {stage.params['architecture']}"
         )
-    save_model(model, stage.output)
+    if origin:
+        origin |= {"checkpoint": name, "beside": files_beside(path if path.is_dir() else path.parent)}
+    save_model(model, stage.output, origin)
     write_manifest(stage.output, {**stage.identity, "source": stage.params["content"]}, ["config.json", "model.safetensors"])
 
 
-def _download(name: str, revision: str | None) -> Path:
+def locate(name: str, revision: str | None = None, root: Path = Path()) -> Path:
+    """The checkpoint `name` on this machine: a path from `root`, or a name on the hub, whose files are fetched.
+
+    Raises:
+        FarstateError: neither is there.
+    """
+    if (root / name).exists():
+        return root / name
+    if not _HUB_NAME.fullmatch(name):
+        raise FarstateError(f"{name}: no such folder or file, and no name on the hub")
     from huggingface_hub import snapshot_download
 
     try:
@@ -39,6 +54,6 @@ def _download(name: str, revision: str | None) -> Path:
     except Exception as error:  # the client raises many kinds; to the user they are one
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FarstateError(
-            f"{name}: neither a local folder nor reachable on the hub ({first[:160]}); download it elsewhere, give the "
-            "folder as models.<name>.checkpoint and run `farstate register`"
+            f"{name}: neither a local folder nor reachable on the hub ({first[:160]}); download it elsewhere and give "
+            "the folder (in the parameters: as models.<name>.checkpoint, then run `farstate register`)"
         ) from None

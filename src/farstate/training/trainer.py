@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -29,8 +29,9 @@ from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
 from farstate.files import MANIFEST, atomic_path, only_one, read_manifest, sha256_file, write_json, write_manifest
 from farstate.grid import snapshot_file
-from farstate.models.checkpoints import CONFIG, SAFETENSORS, load_model, write_weights
+from farstate.models.checkpoints import CONFIG, SAFETENSORS, load_with_origin, write_weights
 from farstate.models.config import Config
+from farstate.models.formats import Origin
 from farstate.models.head import mean_nll
 from farstate.models.language_model import LanguageModel
 from farstate.numerics import NUMERICS
@@ -123,6 +124,7 @@ def pretrain(
             recipe=recipe,
             snapshots=snapshot_tokens,
             seed=seed,
+            vocabulary_size=store.vocabulary_size,
         )
         return _train(job, output, scratch, settings, manifest or {})
 
@@ -159,7 +161,7 @@ def posttrain(
     with _only_run("posttrain", identity, output, scratch, settings) as device:
         if device is None:
             return {}
-        model = load_model(checkpoint, device=device)
+        model, origin = load_with_origin(checkpoint, device=device)
         _check_vocabulary(store, model.config, str(checkpoint))
         streams = OrderedStreams(store, "train", context, rows, steps, seed, stretch_tokens)
         run = initial_states.Run(seed, rows, recipe.micro_batches, context, model.zero_state)
@@ -173,7 +175,9 @@ def posttrain(
             recipe=recipe,
             snapshots=[],
             seed=seed,
+            vocabulary_size=store.vocabulary_size,
             keeps_ages=True,
+            origin=origin,
         )
         return _train(job, output, scratch, settings, manifest or {})
 
@@ -184,7 +188,12 @@ class _Batches(Protocol):
 
 @dataclass(frozen=True)
 class _Job:
-    """A training, once everything it needs is open."""
+    """A training, once everything it needs is open.
+
+    Attributes:
+        vocabulary_size: of the token store; a checkpoint's own may count padding as symbols.
+        origin: where the weights came from, to be kept with the result.
+    """
 
     stage: str
     identity: str
@@ -195,7 +204,9 @@ class _Job:
     recipe: params.Recipe
     snapshots: list[int]
     seed: int
+    vocabulary_size: int
     keeps_ages: bool = False
+    origin: Origin = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -302,9 +313,7 @@ class _Step:
                 given.append(job.intervention.ages())
             with precision_context(recipe.precision, job.device):
                 hidden, final_state = job.model(part.tokens[:, :-1], state)
-                loss = mean_nll(
-                    hidden, job.model.head_weight, part.tokens[:, 1:], vocabulary_size=job.model.config.vocabulary_size
-                )
+                loss = mean_nll(hidden, job.model.head_weight, part.tokens[:, 1:], vocabulary_size=job.vocabulary_size)
             (loss / recipe.micro_batches).backward()
             job.intervention.observe(final_state, number)
             total = total + loss.detach() / recipe.micro_batches
@@ -370,7 +379,7 @@ def _publish(job: _Job, metrics: Metrics, ages: Ages | None, output: Path, scrat
         _place(scratch / _SNAPSHOTS / name, output / name)
         names.append(name)
     tokens = job.steps * job.recipe.batch_tokens
-    write_weights(job.model, output / SAFETENSORS, tokens=str(tokens))
+    write_weights(job.model, output / SAFETENSORS, job.origin, tokens=str(tokens))
     write_json(output / CONFIG, job.model.config.model_dump(mode="json"))
     metrics.write(output / METRICS)
     if ages is not None:
