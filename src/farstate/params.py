@@ -173,7 +173,7 @@ class Recipe(Strict):
     final_learning_rate: NonNegativeFloat = 1e-5
     warmup: Probability = Field(0.1, description="share of the steps with a linear warm-up, then cosine")
     betas: tuple[Probability, Probability] = (0.9, 0.95)
-    weight_decay: NonNegativeFloat = Field(0.1, description="AdamW; none on A_log, dt_bias, D, norms, biases [assumed]")
+    weight_decay: NonNegativeFloat = Field(0.1, description="AdamW; none on norms, biases, and what sets the decays (A_log, dt_bias …) [assumed]")
     gradient_clip: PositiveFloat = 1.0
     precision: Literal["float32", "bf16-mixed"] = "float32"
 

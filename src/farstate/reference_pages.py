@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from farstate.params import Params
+from farstate.params import Model, Params
 from farstate.settings import Settings
 
 _INTRODUCTION = """# Parameters
@@ -45,7 +45,9 @@ def _sections(model: type[BaseModel], prefix: str) -> list[str]:
     for name, field in model.model_fields.items():
         lines.append(f"## {prefix}{name}\n")
         inner = _models_in(field.annotation)
-        if inner:
+        if inner and issubclass(inner[0], Model):
+            lines += _describe_models(inner, f"{name}{_step(field.annotation)}")
+        elif inner:
             for one in inner:
                 lines += _describe(one, f"{name}{_step(field.annotation)}")
         else:
@@ -54,8 +56,26 @@ def _sections(model: type[BaseModel], prefix: str) -> list[str]:
     return lines
 
 
+def _describe_models(models: list[type[BaseModel]], path: str) -> list[str]:
+    """The keys that all architectures share once, then each one's shape."""
+    lines = [f"`{path}`: {_summary(models[0])}\n", *_rows_header()]
+    architectures: Any = Literal[tuple(_tag(model) for model in models)]
+    for name, field in models[0].model_fields.items():
+        shown = FieldInfo(annotation=architectures) if name == "architecture" else field
+        lines.append(_row(name, shown))
+    for model in models:
+        (shape,) = _models_in(model.model_fields["shape"].annotation)
+        lines += ["", f"`{path}.shape` with `architecture: {_tag(model)}`: {_summary(shape)}\n", *_table(shape, "")]
+    return [*lines, ""]
+
+
+def _summary(model: type[BaseModel]) -> str:
+    """Its docstring in one line, without what it raises."""
+    return " ".join((model.__doc__ or "").split("Raises:")[0].split())
+
+
 def _describe(model: type[BaseModel], path: str) -> list[str]:
-    lines = [f"`{path}`: {' '.join((model.__doc__ or '').split())}".rstrip(": ") + "\n"] if _own_doc(model) else [f"`{path}`\n"]
+    lines = [f"`{path}`: {_summary(model)}\n"] if _own_doc(model) else [f"`{path}`\n"]
     lines += _table(model, "")
     lines.append("")
     for name, field in model.model_fields.items():
@@ -123,7 +143,7 @@ def _type(annotation: Any) -> str:
 
 
 def _tag(model: Any) -> str:
-    field = model.model_fields.get("initial_state")
+    field = model.model_fields.get("initial_state") or model.model_fields.get("architecture")
     return str(get_args(field.annotation)[0]) if field else model.__name__
 
 
