@@ -107,6 +107,17 @@ _FIXED: dict[str, dict[str, Any]] = {
     "rwkv6": {},
     "mamba2": {},
 }
+# Their prefixes and ours, by whether it is Mamba-2.
+_PREFIXES: dict[bool, list[tuple[str, str]]] = {
+    True: [("backbone.embeddings.", "backbone.embedding.")],
+    False: [
+        ("model.embeddings.", "backbone.embedding."),
+        ("model.layers.", "backbone.layers."),
+        ("model.norm.", "backbone.norm_f."),
+    ],
+}
+# GLA's norm before the gate, by `fuse_norm`.
+_GATE_NORM = {True: "g_norm_swish_gate", False: "g_norm"}
 
 
 def detects(path: Path) -> bool:
@@ -121,8 +132,9 @@ def read(path: Path) -> Checkpoint:
     data = json_object(path / CONFIG)
     config = to_config(data, path / CONFIG)
     stored, storage, source = read_folder(path)
-    tensors = {_ours(key): tensor for key, tensor in stored.items()}
-    storage["dtypes"] = {_ours(key): dtype for key, dtype in storage["dtypes"].items()}
+    kind = config.architecture
+    tensors = {_ours(key, kind): tensor for key, tensor in stored.items()}
+    storage["dtypes"] = {_ours(key, kind): dtype for key, dtype in storage["dtypes"].items()}
     return Checkpoint(config, tensors, {"format": name, "config": data, "storage": storage}, source)
 
 
@@ -189,21 +201,24 @@ def from_config(config: Config, original: Mapping[str, Any] | None = None) -> di
     return data
 
 
-def _ours(key: str) -> str:
-    key = key.replace("model.norm.", "backbone.norm_f.", 1) if key.startswith("model.norm.") else key
-    key = f"backbone.{key.removeprefix('model.')}" if key.startswith("model.") else key
-    key = EMBEDDING if key == "backbone.embeddings.weight" else key
-    return key.replace(".attn.g_norm.weight", ".attn.g_norm_swish_gate.weight")
+def _ours(key: str, kind: str) -> str:
+    if kind == "gla":
+        key = key.replace(f".attn.{_GATE_NORM[False]}.", f".attn.{_GATE_NORM[True]}.")
+    return _renamed(key, _PREFIXES[kind == "mamba2"])
 
 
 def _theirs(key: str, data: Mapping[str, Any]) -> str:
-    if data["model_type"] == "gla" and not data.get("fuse_norm", True):
-        # Without the fused form its norm is a module of its own, with another name.
-        key = key.replace(".attn.g_norm_swish_gate.", ".attn.g_norm.")
-    key = key.replace("backbone.embedding.", "backbone.embeddings.")
-    if data["model_type"] == "mamba2":
-        return key
-    return key.replace("backbone.norm_f.", "model.norm.").replace("backbone.", "model.")
+    kind = data["model_type"]
+    if kind == "gla":
+        key = key.replace(f".attn.{_GATE_NORM[True]}.", f".attn.{_GATE_NORM[bool(data.get('fuse_norm', True))]}.")
+    return _renamed(key, [(ours, theirs) for theirs, ours in _PREFIXES[kind == "mamba2"]])
+
+
+def _renamed(key: str, prefixes: list[tuple[str, str]]) -> str:
+    for old, new in prefixes:
+        if key.startswith(old):
+            return new + key.removeprefix(old)
+    return key
 
 
 def _says(original: Mapping[str, Any], config: Config) -> bool:
