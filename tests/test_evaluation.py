@@ -99,7 +99,15 @@ def direct(model: LanguageModel, tokens: np.ndarray) -> float:
 def streamed(model: LanguageModel, rows: np.ndarray, segment_tokens: int, **options) -> np.ndarray:
     length = rows.shape[1] - 1
     parts = list(
-        stream_nll(model, lambda a, n: rows[:, a : a + n].copy(), length, segment_tokens=segment_tokens, device=CPU, **options)
+        stream_nll(
+            model,
+            lambda a, n: rows[:, a : a + n].copy(),
+            length,
+            segment_tokens=segment_tokens,
+            device=CPU,
+            vocabulary_size=VOCABULARY,
+            **options,
+        )
     )
     expected = options.get("score_from", 1)
     for first, nll in parts:
@@ -183,7 +191,7 @@ def test_one_segment_of_tokens_at_a_time():
         asked.append((start, count))
         return np.zeros((2, count), dtype=np.int64)
 
-    for _ in stream_nll(model, read, 1000, segment_tokens=64, device=CPU):
+    for _ in stream_nll(model, read, 1000, segment_tokens=64, device=CPU, vocabulary_size=VOCABULARY):
         assert len(asked) * 64 >= asked[-1][0]
     assert max(count for _, count in asked) == 65
     assert [start for start, _ in asked] == list(range(0, 1000, 64))
@@ -227,6 +235,7 @@ def test_references_by_brute_force(context, batch_tokens, segment_tokens):
         batch_tokens=batch_tokens,
         segment_tokens=segment_tokens,
         device=CPU,
+        vocabulary_size=VOCABULARY,
     ):
         for i, j in np.argwhere(scored.in_window | scored.in_reset):
             at = scored.rows[i], scored.positions[i, j]
@@ -247,18 +256,47 @@ def test_windows_are_batched_and_bounded():
     model, sizes = small_model(), []
 
     class Watched:
-        config, head_weight = model.config, model.head_weight
+        head_weight = model.head_weight
 
         def __call__(self, tokens, state=None):
             sizes.append(tokens.numel())
             return model(tokens, state)
 
     for _ in window_nll(
-        Watched(), lambda row, a, n: np.zeros(n, dtype=np.int64), 3, 400, 8, batch_tokens=128, segment_tokens=64, device=CPU
+        Watched(),
+        lambda row, a, n: np.zeros(n, dtype=np.int64),
+        3,
+        400,
+        8,
+        batch_tokens=128,
+        segment_tokens=64,
+        device=CPU,
+        vocabulary_size=None,
     ):
         pass
     assert max(sizes) == 128
     assert len(sizes) == math.ceil(3 * 49 / 16) + math.ceil(3 * 49 / 16)
+
+
+# The softmax
+
+
+@pytest.mark.parametrize("softmax", ["real", "padded"])
+def test_softmax_over_symbols_or_over_all_rows(softmax, tmp_path):
+    """Whatever a configuration takes for its vocabulary, `real` counts the store's symbols and `padded` all rows."""
+    store = make_store(tmp_path, [41])
+    parameters = Evaluate(length=40, softmax=softmax)
+    model = small_model()
+    tokens = torch.from_numpy(text(41, 1))[None]
+    with torch.no_grad():
+        hidden, _ = model(tokens[:, :-1])
+        logits = hidden[0] @ model.head_weight[: VOCABULARY if softmax == "real" else None].T
+    expected = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").item()
+    for vocabulary_size in (VOCABULARY, 32):
+        model.config = model.config.model_copy(update={"vocabulary_size": vocabulary_size})
+        assert model.config.padded_vocabulary == 32
+        losses = measure(model, store, select(store, parameters), parameters, 6, EvaluationSettings(rows=2, segment_tokens=7))
+        assert losses.sums["carried"].sum() == pytest.approx(expected, rel=1e-12)
 
 
 # The stage

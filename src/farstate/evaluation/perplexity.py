@@ -159,6 +159,7 @@ def measure(
     Per text only the bins' sums are kept; texts are taken `settings.rows` at a time. For positions up to `context` all three kinds are the carried values themselves.
     """
     length, device = evaluate.length, torch.device(settings.device)
+    vocabulary_size = store.vocabulary_size if evaluate.softmax == "real" else None
     bins = log_bins(length, context, evaluate.bins_per_octave)
     sums = {kind: np.zeros((len(texts), len(bins))) for kind in KINDS}
     broken = {kind: np.zeros(len(texts), dtype=np.int64) for kind in KINDS}
@@ -182,7 +183,13 @@ def measure(
             return batch[number].read(store, start, count)
 
         for first, nll in stream_nll(
-            model, rows, length, segment_tokens=settings.segment_tokens, device=device, precision=evaluate.precision
+            model,
+            rows,
+            length,
+            segment_tokens=settings.segment_tokens,
+            device=device,
+            vocabulary_size=vocabulary_size,
+            precision=evaluate.precision,
         ):
             at = first + np.arange(nll.shape[1])
             bin_of = bins.index(at)
@@ -205,6 +212,7 @@ def measure(
             batch_tokens=settings.rows * settings.segment_tokens,
             segment_tokens=settings.segment_tokens,
             device=device,
+            vocabulary_size=vocabulary_size,
             precision=evaluate.precision,
         ):
             lines = np.broadcast_to(begin + scored.rows[:, None], scored.nll.shape)

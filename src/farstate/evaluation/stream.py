@@ -19,16 +19,8 @@ Read = Callable[[int, int], npt.NDArray[np.int64]]
 Precision = Literal["float32", "bf16-mixed"]
 
 
-class Config(Protocol):
-    @property
-    def vocabulary_size(self) -> int: ...
-
-
 class Model(Protocol):
     """What an evaluation needs of a language model: hidden states, the carried state, and the head's weight."""
-
-    @property
-    def config(self) -> Config: ...
 
     @property
     def head_weight(self) -> Tensor: ...
@@ -43,6 +35,7 @@ def stream_nll(
     *,
     segment_tokens: int,
     device: torch.device,
+    vocabulary_size: int | None,
     precision: Precision = "float32",
     score_from: int = 1,
 ) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
@@ -59,6 +52,8 @@ def stream_nll(
         length: last position scored; the rows hold `length + 1` tokens.
         segment_tokens: inputs in a segment; changes memory and speed, and the numbers only by rounding.
         device: where to compute.
+        vocabulary_size: the softmax is over this many rows of the head, the symbols of the text's tokenizer; None: over all
+            rows, padding included, as published perplexities are [assumed].
         precision: `bf16-mixed` runs the model under bfloat16 autocast; losses are summed in float64 either way.
         score_from: first position whose loss is wanted; the head is skipped before it.
 
@@ -76,9 +71,7 @@ def stream_nll(
             skip = max(0, score_from - 1 - start)
             if skip >= stop - start:
                 continue
-            nll = token_nll(
-                hidden[:, skip:], model.head_weight, tokens[:, 1 + skip :], vocabulary_size=model.config.vocabulary_size
-            )
+            nll = token_nll(hidden[:, skip:], model.head_weight, tokens[:, 1 + skip :], vocabulary_size)
             values = nll.to(device="cpu", dtype=torch.float64).numpy()
         # Freed before the next segment is read, not while it is: two segments never lie side by side.
         del tokens, hidden, nll

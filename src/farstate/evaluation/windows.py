@@ -104,6 +104,7 @@ def window_nll(
     batch_tokens: int,
     segment_tokens: int,
     device: torch.device,
+    vocabulary_size: int | None,
     precision: Precision = "float32",
 ) -> Iterator[Scored]:
     """Both references for the positions context + 1 … length of `rows` texts, in big batches of windows.
@@ -117,7 +118,7 @@ def window_nll(
         batch_tokens: at most so many tokens are read together (one window when it alone is longer).
         segment_tokens: a window longer than this is read in segments, as the carried state is.
         device: where to compute.
-        precision: as in `stream_nll`.
+        vocabulary_size, precision: as in `stream_nll`.
 
     Yields:
         Batches of losses; every (row, position) comes exactly once per reference.
@@ -140,6 +141,7 @@ def window_nll(
                 inputs,
                 segment_tokens=segment_tokens,
                 device=device,
+                vocabulary_size=vocabulary_size,
                 precision=precision,
                 score_from=int(skipped) + 1,
             ):
