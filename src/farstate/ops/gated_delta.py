@@ -17,10 +17,13 @@ Both compute in float32, or float64 if an input is; o has the dtype of v, the fi
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from farstate.ops.gated_delta_chunks import GatedDelta
 from farstate.ops.precision import compute_dtype
 
 
@@ -41,17 +44,17 @@ def naive(
     _check(q, k, v, log_decay, beta, initial_state)
     dtype = compute_dtype(q, k, v, log_decay, beta, initial_state)
     out_dtype = v.dtype
-    batch, time, heads, keys = q.shape
+    batch, _, heads, keys = q.shape
     scale = keys**-0.5 if scale is None else scale
-    q, k, v, beta, decay = q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype), log_decay.to(dtype).exp()
-    state = v.new_zeros(batch, heads, keys, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
+    state = v.new_zeros(batch, heads, keys, v.shape[-1], dtype=dtype) if initial_state is None else initial_state.to(dtype)
     outputs = []
-    for t in range(time):
-        decayed = decay[:, t, :, None, None] * state
-        recalled = torch.einsum("bhkv,bhk->bhv", decayed, k[:, t])
-        written = beta[:, t, :, None] * (v[:, t] - recalled)
-        state = decayed + torch.einsum("bhk,bhv->bhkv", k[:, t], written)
-        outputs.append(scale * torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    # Unbound rather than indexed: the gradient of an index is as large as the whole sequence.
+    for q_t, k_t, v_t, g_t, beta_t in zip(*(t.to(dtype).unbind(dim=1) for t in (q, k, v, log_decay, beta)), strict=True):
+        decayed = torch.exp(g_t)[..., None, None] * state
+        recalled = torch.einsum("bhkv,bhk->bhv", decayed, k_t)
+        written = beta_t.unsqueeze(-1) * (v_t - recalled)
+        state = decayed + torch.einsum("bhk,bhv->bhkv", k_t, written)
+        outputs.append(scale * torch.einsum("bhkv,bhk->bhv", state, q_t))
     return torch.stack(outputs, dim=1).to(out_dtype), state
 
 
@@ -67,6 +70,13 @@ def chunked(
 ) -> tuple[Tensor, Tensor]:
     """The same as `naive`, from matrix products over chunks of `chunk_length` steps. Shapes: see the module.
 
+    Any T ≥ 1; a T that no whole number of chunks fills is padded with steps that neither decay nor write. First derivatives of
+    both outputs with respect to all inputs. Nothing but non-positive differences of log decays is exponentiated and used:
+    decays of any strength, in any mixture, are safe from overflow, in the gradients too. Memory grows linearly with T.
+
+    Args:
+        chunk_length: Q; None takes the one that balances the work within chunks and between them (`default_chunk_length`).
+
     Raises:
         ValueError: shapes that do not fit each other, or a chunk length below 1.
     """
@@ -75,33 +85,25 @@ def chunked(
         raise ValueError(f"chunk_length must be at least 1, found {chunk_length}")
     dtype = compute_dtype(q, k, v, log_decay, beta, initial_state)
     out_dtype = v.dtype
-    batch, time, heads, keys = q.shape
+    time, keys = q.shape[1], q.shape[3]
+    if time == 1:
+        return naive(q, k, v, log_decay, beta, scale, initial_state)
     scale = keys**-0.5 if scale is None else scale
-    length = min(64 if chunk_length is None else chunk_length, time)
-    missing = -time % length
+    length = min(default_chunk_length(time, keys, v.shape[-1]) if chunk_length is None else chunk_length, time)
+    q, k, v, log_decay, beta = (t.to(dtype) for t in (q, k, v, log_decay, beta))
+    if missing := -time % length:
+        q, k, v = (F.pad(t, (0, 0, 0, 0, 0, missing)) for t in (q, k, v))
+        log_decay, beta = (F.pad(t, (0, 0, 0, missing)) for t in (log_decay, beta))
+    initial_state = None if initial_state is None else initial_state.to(dtype)
+    o, final_state = GatedDelta.apply(q * scale, k, v, log_decay, beta, initial_state, length)
+    return o[:, :time].to(out_dtype), final_state
 
-    def chunks(tensor: Tensor) -> Tensor:
-        """(B, T, H, X) → (B, H, T / Q, Q, X)."""
-        tensor = F.pad(tensor.to(dtype), (0, 0, 0, 0, 0, missing))
-        return tensor.unflatten(1, (-1, length)).permute(0, 3, 1, 2, 4)
 
-    q, k, v, s, beta = (chunks(t) for t in (q * scale, k, v, log_decay.unsqueeze(-1), beta.unsqueeze(-1)))
-    s = s.double().cumsum(-2)
-    D = (s - s.mT).clamp(max=0.0).exp().tril().to(dtype)
-    from_start, to_end = s.exp().to(dtype), (s[..., -1:, :] - s).exp().to(dtype)
-    A = beta * (k @ k.mT * D).tril(-1)
-    identity = torch.eye(length, dtype=dtype, device=v.device)
-    inverse = torch.linalg.solve_triangular(A + identity, identity.expand_as(A), upper=False, unitriangular=True)
-    values, keys_read = inverse @ (beta * v), inverse @ (beta * from_start * k)
-    attention = q @ k.mT * D
-    state = v.new_zeros(batch, heads, keys, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
-    outputs = []
-    for c in range(v.shape[2]):
-        written = values[:, :, c] - keys_read[:, :, c] @ state
-        outputs.append((from_start * q)[:, :, c] @ state + attention[:, :, c] @ written)
-        state = from_start[:, :, c, -1:] * state + (to_end * k)[:, :, c].mT @ written
-    o = torch.stack(outputs, dim=2).permute(0, 2, 3, 1, 4).flatten(1, 2)
-    return o[:, :time].to(out_dtype), state
+def default_chunk_length(time: int, keys: int, values: int) -> int:
+    """The Q at which the Q × Q work of a head costs about as much as the K × V work, in equal parts of `time`."""
+    balanced = 2 ** round(math.log2(math.sqrt(keys * values) / 2))
+    longest = min(max(balanced, 16), 64)
+    return -(-time // -(-time // longest))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None) -> None:
