@@ -53,9 +53,29 @@ class LayerNorm(nn.Module):
         return normed.to(self.weight.dtype)
 
 
+class GatedMLP(nn.Module):
+    """down_proj(silu(gate_proj(x)) · up_proj(x))"""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = linear(width, inner)
+        self.up_proj = linear(width, inner)
+        self.down_proj = linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) → (..., D)"""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
 def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
     """A layer whose parameters are not yet drawn: nothing is ever drawn from torch's global generator."""
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias)
+    return layer
+
+
+def short_convolution(channels: int, width: int) -> nn.Conv1d:
+    """Holds the taps of a depthwise convolution without bias, (channels, 1, width)."""
+    layer: nn.Conv1d = nn.utils.skip_init(nn.Conv1d, channels, channels, width, groups=channels, bias=False)
     return layer
 
 

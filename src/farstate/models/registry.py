@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from farstate.errors import FarstateError, nearest
 from farstate.models.config import Config, Shape
+from farstate.models.gated_deltanet.shape import GatedDeltaNetConfig, GatedDeltaNetShape
 from farstate.models.gla.shape import GLAConfig, GLAShape
 from farstate.models.mamba2.shape import Mamba2Config, Mamba2Shape
 from farstate.models.rwkv6.shape import RWKV6Config, RWKV6Shape
@@ -33,6 +34,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba2": Architecture(Mamba2Shape, Mamba2Config),
     "gla": Architecture(GLAShape, GLAConfig),
     "rwkv6": Architecture(RWKV6Shape, RWKV6Config),
+    "gated_deltanet": Architecture(GatedDeltaNetShape, GatedDeltaNetConfig),
 }
 
 

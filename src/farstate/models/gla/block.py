@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farstate.models.gla.shape import GLAConfig
-from farstate.models.parts import RMSNorm, draw_normal, draw_uniform, linear
+from farstate.models.parts import GatedMLP, RMSNorm, draw_normal, draw_uniform, linear, short_convolution
 from farstate.ops import backends
 from farstate.ops.convolution import causal_conv1d
 from farstate.ops.normalization import rms_norm
@@ -82,20 +82,6 @@ class GatedLinearAttention(nn.Module):
         return log_decay if floor is None else log_decay.clamp(min=floor)
 
 
-class GatedMLP(nn.Module):
-    """down_proj(silu(gate_proj(x)) · up_proj(x))"""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = linear(width, inner)
-        self.up_proj = linear(width, inner)
-        self.down_proj = linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., D) → (..., D)"""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nn.Module):
     """Two pre-norm residual steps: attention, MLP."""
 
@@ -143,9 +129,3 @@ class Block(nn.Module):
                 parameter.fill_(1.0)
             else:
                 draw_normal(parameter, config.initializer_range, generator)
-
-
-def short_convolution(channels: int, width: int) -> nn.Conv1d:
-    """Holds the taps of a depthwise convolution without bias, (channels, 1, width)."""
-    layer: nn.Conv1d = nn.utils.skip_init(nn.Conv1d, channels, channels, width, groups=channels, bias=False)
-    return layer

@@ -1,0 +1,1 @@
+"""Gated DeltaNet: `shape` (no torch), `block`."""
