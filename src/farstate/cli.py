@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -189,15 +189,93 @@ def posttrain(record: Record, output: Output = None) -> None:
 
 
 @app.command()
-def perplexity(record: Record, output: Output = None) -> None:
-    """Measure position-wise perplexity and its window references on held-out text."""
+def perplexity(
+    called: typer.Context,
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECORD|CHECKPOINT",
+            help="a stage's record (.json, written by Snakemake); or, with --text, a checkpoint: its folder, file or hub name",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[Path | None, typer.Option(help="stage: result directory; default: the one the record names")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="measure a checkpoint on this file: .txt, .jsonl or .parquet, compressed or not")
+    ] = None,
+    text_key: Annotated[str, typer.Option(help="the field or column that holds a document's text")] = "text",
+    tokenizer: Annotated[str, typer.Option(help="a tokenizer.json; auto: that beside the checkpoint")] = "auto",
+    context: Annotated[int, typer.Option(help="tokens of a window; each is read from the zero state")] = 2048,
+    documents: Annotated[int | None, typer.Option(help="read only the first so many documents")] = None,
+    end_of_text: Annotated[
+        str, typer.Option(help="the token after each document; none: nothing between documents")
+    ] = "<|endoftext|>",
+    softmax: Annotated[
+        Literal["padded", "real"],
+        typer.Option(help="padded: over all rows of the head, as published values [assumed]; real: the tokenizer's symbols"),
+    ] = "padded",
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default: that of config/settings.yaml")] = None,
+    published: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="the text is the original Pile's validation file: hold the value against the one published for this model "
+            "(mamba2-130m, …); without it, a text named val.jsonl.zst and a model of a published one's sizes are compared",
+        ),
+    ] = None,
+) -> None:
+    """Measure position-wise perplexity and its window references on held-out text; or, with --text, a checkpoint as published.
 
-    def work(stage: Stage) -> None:
-        from farstate.evaluation.stages import perplexity_stage
+    `farstate perplexity RECORD.json` is the pipeline's stage. `farstate perplexity CHECKPOINT --text FILE` takes any checkpoint that
+    Farstate reads and prints one perplexity, computed as published values are: documents joined by the end-of-text token,
+    windows that do not overlap, softmax over padded rows too; and its distance from the published value where there is one.
+    """
+    if text is None:
+        if not what.endswith(".json"):
+            raise FarstateError(f"{what}: not the .json record of a stage; to measure a checkpoint give --text FILE with it")
+        given = [name for name in called.params if str(called.get_parameter_source(name)).endswith("COMMANDLINE")]
+        if strange := [name for name in given if name not in ("what", "output")]:
+            raise FarstateError(f"--{strange[0].replace('_', '-')}: only with --text; what a stage measures stands in its record")
 
-        perplexity_stage(stage)
+        def work(stage: Stage) -> None:
+            from farstate.evaluation.stages import perplexity_stage
 
-    _run(record, output, "perplexity", work)
+            perplexity_stage(stage)
+
+        _run(Path(what), output, "perplexity", work)
+        return
+    if output is not None or what.endswith(".json"):
+        raise FarstateError(
+            "perplexity: --output and a .json record belong to the stage, --text to a checkpoint; give one of the two"
+        )
+    from farstate.evaluation.stages import perplexity_command
+
+    for line in perplexity_command(what, text, text_key, tokenizer, context, documents, end_of_text, softmax, device, published):
+        typer.echo(line)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        str, typer.Argument(help="a result of pretrain, import-checkpoint or posttrain, or any checkpoint", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option(help="a new folder; it appears whole or not at all", show_default=False)],
+    format_name: Annotated[
+        str | None, typer.Option("--format", help="transformers, mamba-ssm, fla, …; default: the one the weights came from")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, float16 or bfloat16; default: that of the original file where nothing is lost, else float32"),
+    ] = None,
+) -> None:
+    """Write a model's weights back into the format they came from, or into another one."""
+    from farstate.models.checkpoints import export as write
+    from farstate.models.importing import locate
+
+    done = write(locate(checkpoint), output, format_name, dtype)
+    typer.echo(f"wrote {output}: {done.format} format, {done.dtype}{''.join(f', {name}' for name in done.beside)}")
+    if done.absent:
+        typer.echo(f"not there to copy: {', '.join(done.absent)}; take them from {done.checkpoint}")
 
 
 @app.command()
@@ -283,6 +361,25 @@ def check(
     typer.echo(
         f"{params}: valid; {', '.join(f'{number} × {rule}' for rule, number in counts.items())}, {len(plan.pages)} page(s)"
     )
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="print the same as one JSON object")] = False,
+) -> None:
+    """Say what this machine has and which backend each architecture would use, and check each against its definition."""
+    import json
+
+    from farstate import doctor
+    from farstate.settings import current_settings
+
+    report = doctor.examine(current_settings()[0].backend)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        doctor.show(report)
+    if not doctor.healthy(report):
+        raise FarstateError("a backend disagrees with its definition on this machine; choose another in config/settings.yaml")
 
 
 @app.command()

@@ -21,3 +21,18 @@ class ScoringProgress(Progress):
         """`done` of `total` positions are scored."""
         self._steps = total
         self._show(done, f"{100 * done // total} % scored")
+
+
+class StreamProgress(Progress):
+    """Tokens scored of a text whose end is not known, and the perplexity so far.
+
+    Args:
+        label: what runs.
+    """
+
+    def __init__(self, label: str) -> None:
+        super().__init__(label, steps=None, batch_tokens=1, start=0)
+
+    def __call__(self, tokens: int, documents: int, perplexity: float) -> None:
+        """`tokens` are scored; `documents` have been read."""
+        self._show(tokens, f"{documents:,} documents, {tokens:,} tokens, perplexity {perplexity:.3f}")

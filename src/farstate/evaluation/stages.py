@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Literal
+
+from farstate.errors import FarstateError
 from farstate.evaluation.compare import compare
 from farstate.evaluation.perplexity import EvaluationSettings, evaluate
-from farstate.evaluation.progress import ScoringProgress
+from farstate.evaluation.progress import ScoringProgress, StreamProgress
+from farstate.evaluation.published import Procedure, perplexity_of_text, report
+from farstate.models.importing import locate
+from farstate.ops import backends
 from farstate.params import Compare, Evaluate, as_written
+from farstate.settings import current_settings
 from farstate.stages import Stage
 
 
 def perplexity_stage(stage: Stage) -> None:
     """Measure the model that the record names."""
-    import torch
-
-    device = stage.settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     with ScoringProgress(stage.output.name) as progress:
         evaluate(
             checkpoint=stage.one("checkpoint"),
@@ -25,13 +28,59 @@ def perplexity_stage(stage: Stage) -> None:
             labels=stage.params["labels"],
             output=stage.output,
             settings=EvaluationSettings(
-                device=device,
+                device=_device(stage.settings.device),
                 threads=stage.threads,
                 rows=stage.settings.evaluation_rows,
                 segment_tokens=stage.settings.evaluation_segment,
             ),
             progress=progress,
         )
+
+
+def perplexity_command(
+    checkpoint: str,
+    text: Path,
+    text_key: str,
+    tokenizer: str,
+    context: int,
+    documents: int | None,
+    end_of_text: str,
+    softmax: Literal["padded", "real"],
+    device: str | None,
+    published: str | None,
+) -> list[str]:
+    """Measure any checkpoint on a file, and say in lines what was found; the arguments are the command's.
+
+    Raises:
+        FarstateError: as `perplexity_of_text`, or an argument that is not allowed.
+    """
+    settings, _ = current_settings()
+    where = _device(device or settings.device)
+    path = locate(checkpoint)
+    with backends.use(settings.backend), StreamProgress(path.name or str(path)) as progress:
+        measured = perplexity_of_text(
+            path,
+            text,
+            text_key=text_key,
+            tokenizer=None if tokenizer == "auto" else Path(tokenizer),
+            procedure=Procedure(context, documents, softmax, None if end_of_text == "none" else end_of_text),
+            settings=EvaluationSettings(where, None, settings.evaluation_rows, settings.evaluation_segment),
+            published_model=published,
+            progress=progress,
+        )
+    return report(measured, checkpoint, text, where)
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise FarstateError(f"--device: '{name}' is unknown; known: auto, cpu, cuda")
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise FarstateError("device: cuda was asked for, but torch finds no GPU; use auto or cpu")
+    return name
 
 
 def compare_stage(stage: Stage) -> None:

@@ -6,7 +6,8 @@ and Improving Length Generalization in Recurrent Models*, arXiv 2507.02782v2 (IC
 Base curves of one checkpoint differ by 0.07 to 0.24 PPL between the authors' own figures, so no comparison
 is finer than that.
 
-`published.csv` holds Pile validation perplexities of the official checkpoints; each row names its source.
+`published.csv` holds Pile validation perplexities of the official checkpoints; each row names its source, and the sizes by
+which the checkpoint is recognised.
 """
 
 from __future__ import annotations
@@ -43,3 +44,49 @@ def paper_points(figure: str, model: str) -> list[PaperPoint]:
         for row in csv.DictReader(text.splitlines())
         if row["figure"] == figure and row["model"] == model
     ]
+
+
+PUBLISHED_TOLERANCE = 0.05
+"""Perplexities that are no further apart than this count as the same: values are printed with two digits, and the protocol
+behind them is known in part only."""
+PUBLISHED_CONTEXT = 2048
+"""Tokens of a window behind the published perplexities [assumed: the context length of the training]."""
+PUBLISHED_FILE = "val.jsonl.zst"
+"""The original Pile's validation file."""
+_PILE_VOCABULARY = range(50277, 50305)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A perplexity that the authors of a checkpoint give, and the sizes of its model."""
+
+    model: str
+    perplexity: float
+    split: str
+    source: str
+    architecture: str
+    layers: int
+    width: int
+
+    def fits(self, architecture: str, layers: int, width: int, padded_vocabulary: int) -> bool:
+        """Whether these are the sizes of the model, with the vocabulary of GPT-NeoX-20B, padded in one way or another."""
+        sizes = (architecture, layers, width) == (self.architecture, self.layers, self.width)
+        return sizes and padded_vocabulary in _PILE_VOCABULARY
+
+
+def published() -> dict[str, Published]:
+    """The published Pile perplexities by model."""
+    text = resources.files(__name__).joinpath("published.csv").read_text(encoding="utf-8")
+    return {
+        row["model"]: Published(
+            row["model"],
+            float(row["value"]),
+            row["split"],
+            row["source"],
+            row["architecture"],
+            int(row["layers"]),
+            int(row["width"]),
+        )
+        for row in csv.DictReader(text.splitlines())
+        if row["metric"] == "pile_ppl"
+    }

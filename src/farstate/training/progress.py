@@ -27,10 +27,10 @@ class Progress:
 
     Args:
         label: what runs.
-        steps: steps in all; `batch_tokens`: tokens of one; `start`: steps done by an earlier process.
+        steps: steps in all, None where nobody knows; `batch_tokens`: tokens of one; `start`: steps done by an earlier process.
     """
 
-    def __init__(self, label: str, steps: int, batch_tokens: int, start: int) -> None:
+    def __init__(self, label: str, steps: int | None, batch_tokens: int, start: int) -> None:
         self._label = label
         self._steps = steps
         self._batch_tokens = batch_tokens
@@ -61,7 +61,9 @@ class Progress:
             return
         self._marks.append((now, step))
         rate = (step - before) / max(now - then, 1e-9)
-        line = f"{self._label}: {what}, {_short(rate * self._batch_tokens)} tokens/s, {_clock((self._steps - step) / rate)} left"
+        line = f"{self._label}: {what}, {_short(rate * self._batch_tokens)} tokens/s"
+        if self._steps is not None:
+            line += f", {_clock((self._steps - step) / rate)} left"
         if self._live:
             self._live.update(Text(line), refresh=True)
         else:
