@@ -31,6 +31,8 @@ from farstate.errors import FarstateError, nearest
 if TYPE_CHECKING:
     import torch
 
+    from farstate.ops import checks
+
 Backend = Literal["auto", "naive", "chunked", "triton", "mamba_ssm", "fla"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
@@ -180,17 +182,24 @@ def unavailable(operation: str, backend: str, device_type: str) -> str | None:
 
 
 @cache
-def disagreement(operation: str, backend: str, device: torch.device) -> str | None:
-    """How `backend` differs from the definition of `operation` on `device`, or how it fails; None if it agrees.
-
-    Asked once per process, of every kernel that `auto` would take: kernels have been wrong on single GPUs or compilers.
-    """
+def agreement(operation: str, backend: str, device: torch.device) -> checks.Errors | str:
+    """How far `backend` is from the definition of `operation` on `device`, on small inputs; or how it fails."""
     from farstate.ops import checks
 
     try:
-        errors = checks.measure(load(operation, backend), load(operation, "naive"), operation, device)
+        return checks.measure(load(operation, backend), load(operation, "naive"), checks.inputs(operation), device)
     except Exception as error:  # whatever a compiler or a driver raises
-        return f"failed on small inputs with {type(error).__name__}: {_first_line(error)}"
+        return f"fails on small inputs with {type(error).__name__}: {_first_line(error)}"
+
+
+def disagreement(operation: str, backend: str, device: torch.device) -> str | None:
+    """Why `auto` should not take `backend`, or None.
+
+    Asked once per process of what it would take: kernels have been wrong on some GPUs, or with some compilers.
+    """
+    errors = agreement(operation, backend, device)
+    if isinstance(errors, str):
+        return errors
     return None if errors.passed else f"differs from naive here ({errors})"
 
 
