@@ -346,3 +346,27 @@ def test_a_read_only_results_folder_is_named(clone_with_results: Path) -> None:
         pytest.skip("the environment itself cannot be read by an unprivileged user here")
     assert done.returncode == 1
     assert re.search(r"no permission to write '.*results/evaluate", done.stderr), done.stderr
+
+
+def test_every_architecture_reaches_its_page(finished_clone: Path, tmp_path: Path) -> None:
+    """Figures 1 and 10: single models with their own budget and steps, results shared between figures, backends recorded."""
+    clone = shutil.copytree(finished_clone, tmp_path / "clone", symlinks=True)
+    wanted = (
+        *("reports/fig1.html", "reports/fig10.html"),
+        *("--configfile", "config/test.yaml", "config/test_architectures.yaml"),
+    )
+    jobs = planned(clone, *wanted)
+    assert jobs["pretrain"] + jobs["pretrain_2"] == 5, "the first model is there already"
+    assert jobs["compare"] == jobs["report"] == 2
+    run(clone, "snakemake", *wanted, timeout=600)
+    assert planned(clone, *wanted) == {}
+    assert planned(clone) == {}, "the other figure's results are untouched"
+    page = (clone / "reports/fig1.html").read_text()
+    for model in ("tiny", "tiny-mamba1", "tiny-gla", "tiny-deltanet", "tiny-hybrid"):
+        assert f"{model} (" in page
+    operations = set()
+    for sidecar in (clone / "logs/evaluate").glob("perplexity.tiny*.provenance.json"):
+        backend = json.loads(sidecar.read_text())["backend"]
+        assert backend["requested"] == "auto"
+        operations |= set(backend["resolved"])
+    assert operations == {"ssd", "selective_scan", "gla", "gated_delta", "wkv6"}

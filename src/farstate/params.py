@@ -224,7 +224,7 @@ class Pretrain(Strict):
 
 
 class _Carried(Strict):
-    carry_auxiliary: bool = Field(True, description="convolution states travel with the recurrent state [assumed]")
+    carry_auxiliary: bool = Field(True, description="convolution, token-shift and attention-cache states travel with the recurrent state [assumed]")
 
 
 class ZeroInit(Strict):
@@ -245,7 +245,7 @@ class StatePassing(_Carried):
     initial_state: Literal["state_passing"]
     reset_probability: Probability = Field(0.1, description="chance of a zero state")
     reset_unit: Literal["sequence", "batch"] = Field("sequence", description="what one draw resets [assumed]")
-    reset_auxiliary: bool = Field(True, description="a reset clears the convolution state too [assumed]")
+    reset_auxiliary: bool = Field(True, description="a reset clears convolution, token-shift and attention-cache states too [assumed]")
     previous: Literal["batch", "micro_batch"] = Field(
         "batch", description="whose final states are passed under gradient accumulation [assumed]"
     )
