@@ -13,6 +13,7 @@ from farstate.errors import FarstateError, nearest
 from farstate.models.config import Config, Shape
 from farstate.models.gated_deltanet.shape import GatedDeltaNetConfig, GatedDeltaNetShape
 from farstate.models.gla.shape import GLAConfig, GLAShape
+from farstate.models.hybrid.shape import HybridConfig, HybridShape
 from farstate.models.mamba2.shape import Mamba2Config, Mamba2Shape
 from farstate.models.rwkv6.shape import RWKV6Config, RWKV6Shape
 
@@ -35,6 +36,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gla": Architecture(GLAShape, GLAConfig),
     "rwkv6": Architecture(RWKV6Shape, RWKV6Config),
     "gated_deltanet": Architecture(GatedDeltaNetShape, GatedDeltaNetConfig),
+    "hybrid": Architecture(HybridShape, HybridConfig),
 }
 
 
