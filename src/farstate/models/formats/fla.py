@@ -19,6 +19,7 @@ from farstate.models.formats.checkpoint import Checkpoint, Origin
 from farstate.models.formats.checks import EMBEDDING, HEAD, expect, expressible, unknown_architecture, validated
 from farstate.models.formats.files import CONFIG, json_object, peek, read_folder, write_folder
 from farstate.models.formats.mamba_ssm import limit
+from farstate.models.gated_deltanet.shape import GatedDeltaNetConfig
 
 name = "fla"
 architectures = ("gla", "rwkv6", "mamba2", "gated_deltanet")
@@ -85,7 +86,22 @@ _KEYS: dict[str, dict[str, tuple[str, Any]]] = {
         "rescale_prenorm_residual": ("rescale_prenorm_residual", True),
         "norm_eps": ("norm_epsilon", 1e-5),
     },
+    "gated_deltanet": {
+        **_SHARED,
+        "num_hidden_layers": ("layers", 21),
+        "num_heads": ("heads", 6),
+        "num_v_heads": ("value_heads", None),
+        "head_dim": ("head_size", 256),
+        "expand_v": ("expand_v", 2.0),
+        "use_gate": ("output_gate", True),
+        "allow_neg_eigval": ("negative_eigenvalues", False),
+        "hidden_ratio": ("mlp_ratio", 4),
+        "intermediate_size": ("mlp_width", None),
+        "norm_eps": ("norm_epsilon", 1e-6),
+    },
 }
+# Whether its default has short convolutions, of `conv_size`; where it has none of these keys, it has no such option.
+_SHORT_CONVOLUTIONS = {"gla": False, "gated_deltanet": True}
 # Options of which our block has one value.
 _REQUIRED: dict[str, dict[str, Any]] = {
     "gla": {
@@ -98,6 +114,7 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     },
     "rwkv6": {"hidden_act": "sqrelu", "norm_bias": True, "attn": None},
     "mamba2": {"hidden_act": "silu", "rmsnorm": True, "norm_before_gate": False, "D_has_hdim": False},
+    "gated_deltanet": {"hidden_act": "swish", "output_gate_activation": "swish", "attn": None, "attnres_block_size": None},
 }
 # Ratios that mean its default where the file says null.
 _RATIOS = {"hidden_ratio"}
@@ -106,6 +123,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     "gla": {"gate_logit_normalizer": 16.0, "decay_rank": 16},
     "rwkv6": {},
     "mamba2": {},
+    "gated_deltanet": {},
 }
 # Their prefixes and ours, by whether it is Mamba-2.
 _PREFIXES: dict[bool, list[tuple[str, str]]] = {
@@ -170,8 +188,8 @@ def to_config(data: Mapping[str, Any], path: Path) -> Config:
     values["residual_in_fp32"] = False
     if kind == "rwkv6":
         values["group_norm_epsilon"] = values["norm_epsilon"]
-    elif data.get("use_short_conv", False):
-        values["conv_width"] = data.get("conv_size", 4)
+    if kind in _SHORT_CONVOLUTIONS:
+        values["conv_width"] = data.get("conv_size", 4) if data.get("use_short_conv", _SHORT_CONVOLUTIONS[kind]) else None
     return validated(values, path)
 
 
@@ -196,8 +214,10 @@ def from_config(config: Config, original: Mapping[str, Any] | None = None) -> di
         data["num_heads"] = config.width * values["expand"] // values["head_size"]
     elif kind == "rwkv6":
         expressible(config, name, {"group_norm_epsilon": config.norm_epsilon})
-    else:
+    if kind in _SHORT_CONVOLUTIONS:
         data |= {"use_short_conv": values["conv_width"] is not None, "conv_size": values["conv_width"] or 4}
+    if isinstance(config, GatedDeltaNetConfig):
+        data["head_dim"] = config.key_size
     return data
 
 
