@@ -17,6 +17,7 @@ Both compute in float32, or float64 if an input is; y has the dtype of x, the fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,10 +42,11 @@ def naive(
     x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
     state = x.new_zeros(x.shape[0], *A.shape) if initial_state is None else initial_state.to(dtype)
     outputs = []
-    for t in range(x.shape[1]):
-        decay = torch.exp(dt[:, t, :, None] * A)
-        state = decay * state + (dt[:, t] * x[:, t])[..., None] * B[:, t, None, :]
-        outputs.append((state * C[:, t, None, :]).sum(-1))
+    # `unbind`: the gradient of an index into time would be a tensor over all of time, for every step.
+    for x_t, dt_t, B_t, C_t in zip(*(t.unbind(1) for t in (x, dt, B, C)), strict=True):
+        decay = torch.exp(dt_t[..., None] * A)
+        state = decay * state + (dt_t * x_t)[..., None] * B_t[:, None, :]
+        outputs.append(torch.einsum("bdn,bn->bd", state, C_t))
     y = torch.stack(outputs, dim=1)
     if D is not None:
         y = y + D.to(dtype) * x
@@ -67,7 +69,7 @@ def chunked(
     from the one that entered it. Nothing but dt A is exponentiated, so that decays of any strength are safe, in any mixture.
 
     Args:
-        chunk_length: Q; None takes 16.
+        chunk_length: Q; None takes between 16 and 64, so that the states of a chunk stay in the cache.
 
     Raises:
         ValueError: shapes that do not fit each other, or a chunk length below 1.
@@ -79,7 +81,7 @@ def chunked(
     out_dtype = x.dtype
     inputs = [None if t is None else t.to(dtype) for t in (x, dt, A, B, C, D, initial_state)]
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    length = min(x.shape[1], _CHUNK_LENGTH if chunk_length is None else chunk_length)
+    length = min(x.shape[1], _chunk_length(x, A.shape[1]) if chunk_length is None else chunk_length)
     y, final_state = _SelectiveScan.apply(*inputs, length, differentiable)
     return y.to(out_dtype), final_state
 
@@ -102,32 +104,89 @@ def check_shapes(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tens
             raise ValueError(f"{name} must have shape {shape}, found {tuple(tensor.shape)}")
 
 
-_CHUNK_LENGTH = 16
-# Entries of one step of a tile. A tile of 16 such steps in float32 is 1 MB, and the backward pass works on three.
-_STEP = 1 << 14
+# At most so many entries in one step of a tile and in a chunk: enough that the work of a step outweighs its call, few enough
+# that the three tensors which the backward pass works on stay in the cache.
+_STEP_ENTRIES, _CHUNK_ENTRIES = 1 << 15, 1 << 19
+
+
+def _tile_size(x: Tensor, state_size: int) -> tuple[int, int]:
+    """How many rows and channels, all independent of each other, run together; a GPU takes them all."""
+    batch, _, width = x.shape
+    if x.device.type != "cpu":
+        return batch, width
+    channels = _part(width, _STEP_ENTRIES // state_size)
+    return _part(batch, _STEP_ENTRIES // (channels * state_size)), channels
+
+
+def _chunk_length(x: Tensor, state_size: int) -> int:
+    rows, channels = _tile_size(x, state_size)
+    return min(64, max(16, _CHUNK_ENTRIES // (rows * channels * state_size)))
 
 
 def _tiles(x: Tensor, state_size: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and channels, independent of each other, whose states fit in the cache together; a GPU gets them all."""
-    batch, _, width = x.shape
-    if x.device.type != "cpu":
-        yield slice(0, batch), slice(0, width)
-        return
-    # Parts of equal size: a narrow last one would cost as many calls as a wide one.
-    channels = _part(width, max(1, _STEP // state_size))
-    rows = _part(batch, max(1, _STEP // (channels * state_size)))
-    for first_row in range(0, batch, rows):
-        for first in range(0, width, channels):
-            yield slice(first_row, min(first_row + rows, batch)), slice(first, min(first + channels, width))
+    rows, channels = _tile_size(x, state_size)
+    for row in range(0, x.shape[0], rows):
+        for channel in range(0, x.shape[2], channels):
+            yield slice(row, row + rows), slice(channel, channel + channels)
 
 
 def _part(total: int, limit: int) -> int:
-    count = -(-total // limit)
-    return -(-total // count)
+    """The size of equal parts of at most `limit`: a narrow last one would cost as many calls as a wide one."""
+    return -(-total // -(-total // max(1, limit)))
+
+
+class _Tile:
+    """The inputs of some rows and channels, chunk by chunk, and the memory that all chunks use in turn.
+
+    Time is outermost, then rows, so that one step is one dense piece, and (N, d) innermost, so that sums over n add long vectors:
+    b rows, d channels, S = q · b steps of rows.
+    """
+
+    def __init__(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, length: int, buffers: int) -> None:
+        self.x, self.dt, self.B, self.C = (t.transpose(0, 1) for t in (x, dt, B, C))
+        self.A = A.t().contiguous()
+        # exp2 takes half the time of exp; the factor is rounded once, like A itself.
+        self.A_log2 = self.A * math.log2(math.e)
+        self.time, self.rows, self.channels = self.x.shape
+        self.state_size, self.length = A.shape[1], length
+        self.buffers = [x.new_empty(length, self.rows, self.state_size, self.channels) for _ in range(buffers)]
+        self.steps = [buffer.unbind(0) for buffer in self.buffers]
+
+    def state(self, value: Tensor | None) -> Tensor:
+        """A copy of `value`, (b, d, N), as (b, N, d), or zeros."""
+        state = self.x.new_zeros(self.rows, self.state_size, self.channels)
+        return state if value is None else state.copy_(value.mT)
+
+    def run(self, chunk: slice, before: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill the first two buffers with the decays and the states of a chunk, from the state `before` it.
+
+        Returns dt and dt x, (q, b, d), dense.
+        """
+        dt = self.dt[chunk].contiguous()
+        u = dt * self.x[chunk]
+        decay, states = (buffer[: dt.shape[0]] for buffer in self.buffers[:2])
+        torch.mul(dt.unsqueeze(2), self.A_log2, out=decay)
+        torch.exp2(decay, out=decay)
+        torch.mul(u.unsqueeze(2), self.B[chunk].unsqueeze(3), out=states)
+        for decay_t, state in zip(self.steps[0][: dt.shape[0]], self.steps[1], strict=False):
+            state.addcmul_(decay_t, before)
+            before = state
+        return dt, u
+
+
+def _over_states(coefficients: Tensor, states: Tensor) -> Tensor:
+    """Σ_n coefficients[n] states[n, d]: (q, b, N), (q, b, N, d) → (q, b, d)."""
+    return torch.bmm(coefficients.reshape(-1, 1, states.shape[2]), states.flatten(0, 1)).view(*states.shape[:2], -1)
+
+
+def _over_channels(vectors: Tensor, states: Tensor) -> Tensor:
+    """Σ_d vectors[d] states[n, d]: (q, b, d), (q, b, N, d) → (q, b, N)."""
+    # The vector on the left: on the right the same product takes ten times as long.
+    return torch.bmm(vectors.reshape(-1, 1, states.shape[3]), states.flatten(0, 1).mT).view(*states.shape[:2], -1)
 
 
 class _SelectiveScan(torch.autograd.Function):
-    """Backward by hand. Work is laid out (rows, steps, N, channels): sums over n then add long contiguous vectors."""
+    """Backward written by hand; `entering` holds the states before each chunk, (T / Q, B, N, D)."""
 
     @staticmethod
     def forward(
@@ -143,79 +202,76 @@ class _SelectiveScan(torch.autograd.Function):
         differentiable: bool,
     ) -> tuple[Tensor, Tensor]:
         (batch, time, width), state_size = x.shape, A.shape[1]
-        count = -(-time // length)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        final = x.new_empty(batch, state_size, width)
-        entering = x.new_empty(count, batch, state_size, width) if differentiable else None
+        final = x.new_empty(batch, width, state_size)
+        entering = x.new_empty(-(-time // length), batch, state_size, width) if differentiable else None
         with without_autocast(x.device):
             for rows, channels in _tiles(x, state_size):
-                At = A[channels].t().contiguous()
-                tile = _Tile(x[rows, :, channels], state_size, length, 2)
+                part = (rows, slice(None), channels)
+                tile = _Tile(x[part], dt[part], A[channels], B[rows], C[rows], length, 2)
                 state = tile.state(None if initial_state is None else initial_state[rows, channels])
-                for c in range(count):
-                    steps = slice(c * length, min((c + 1) * length, time))
-                    here = (rows, steps, channels)
+                for number, chunk in enumerate(_chunks(time, length)):
                     if entering is not None:
-                        entering[c, rows, :, channels] = state
-                    decay, states = tile.work(steps)
-                    _run(x[here], dt[here], At, B[rows, steps], state, decay, states)
-                    y[here] = torch.matmul(C[rows, steps].unsqueeze(2), states).squeeze(2)
-                    state.copy_(states[:, -1])
-                final[rows, :, channels] = state
+                        entering[number, rows, :, channels] = state
+                    steps = tile.run(chunk, state)[0].shape[0]
+                    states = tile.buffers[1][:steps]
+                    y[rows, chunk, channels] = _over_states(tile.C[chunk], states).transpose(0, 1)
+                    state.copy_(states[-1])
+                final[rows, channels] = state.mT
             if D is not None:
                 y.addcmul_(x, D)
-        ctx.save_for_backward(x, dt, A, B, C, D, initial_state, entering)
+        ctx.save_for_backward(x, dt, A, B, C, D, entering)
         ctx.length = length
         ctx.set_materialize_grads(False)
-        return y, final.mT.contiguous()
+        return y, final
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, dt, A, B, C, D, initial_state, entering = ctx.saved_tensors
+        x, dt, A, B, C, D, entering = ctx.saved_tensors
         if dy is None and dfinal is None:
             return (None,) * 9
-        length = ctx.length
-        time, state_size = x.shape[1], A.shape[1]
         dy = torch.zeros_like(x) if dy is None else dy
+        (batch, time, width), state_size = x.shape, A.shape[1]
         dx, ddt = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-        dB, dC = (torch.zeros(B.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-        dA = torch.zeros_like(A.t(), memory_format=torch.contiguous_format)
-        dinitial = torch.empty_like(initial_state) if ctx.needs_input_grad[6] else None
+        dB, dC = (x.new_zeros(time, batch, state_size) for _ in range(2))
+        dA = x.new_zeros(state_size, width)
+        dinitial = x.new_empty(batch, width, state_size) if ctx.needs_input_grad[6] else None
         with without_autocast(x.device):
             for rows, channels in _tiles(x, state_size):
-                At = A[channels].t().contiguous()
-                tile = _Tile(x[rows, :, channels], state_size, length, 3)
-                # The gradient of the state that leaves the chunk.
+                part = (rows, slice(None), channels)
+                tile = _Tile(x[part], dt[part], A[channels], B[rows], C[rows], ctx.length, 3)
+                # Gradient of the state that leaves the chunk, of all that reads it after the chunk.
                 dstate = tile.state(None if dfinal is None else dfinal[rows, channels])
-                for c in range(entering.shape[0] - 1, -1, -1):
-                    steps = slice(c * length, min((c + 1) * length, time))
-                    here = (rows, steps, channels)
-                    x_c, dt_c, dy_c, B_c, C_c = x[here], dt[here], dy[here], B[rows, steps], C[rows, steps]
-                    decay, states, dstates = tile.work(steps)
-                    before = entering[c, rows, :, channels]
-                    u = _run(x_c, dt_c, At, B_c, before, decay, states)
-                    dC[rows, steps] += torch.matmul(states, dy_c.unsqueeze(3)).squeeze(3)
+                for number, chunk in reversed(list(enumerate(_chunks(time, ctx.length)))):
+                    here = (rows, chunk, channels)
+                    before = entering[number, rows, :, channels]
+                    dt_c, u = tile.run(chunk, before)
+                    decay, states, dstates = (buffer[: dt_c.shape[0]] for buffer in tile.buffers)
+                    dy_c = dy[here].transpose(0, 1)
+                    dC[chunk, rows] += _over_channels(dy_c, states)
 
-                    # 1. From the last step to the first: what reads h_t is y_t and h_{t+1}.
-                    torch.mul(dy_c.unsqueeze(2), C_c.unsqueeze(3), out=dstates)
-                    dstates[:, -1] += dstate
-                    for t in range(dstates.shape[1] - 2, -1, -1):
-                        dstates[:, t].addcmul_(decay[:, t + 1], dstates[:, t + 1])
-                    torch.mul(decay[:, 0], dstates[:, 0], out=dstate)
+                    # 1. h_t is read by y_t, and by h_{t+1}.
+                    torch.mul(dy_c.unsqueeze(2), tile.C[chunk].unsqueeze(3), out=dstates)
+                    dstates[-1] += dstate
+                    backwards = range(dt_c.shape[0] - 1, 0, -1)
+                    decay_at, dstate_at = tile.steps[0], tile.steps[2]
+                    for t in backwards:
+                        dstate_at[t - 1].addcmul_(decay_at[t], dstate_at[t])
+                    torch.mul(decay[0], dstates[0], out=dstate)
 
                     # 2. Increments u ⊗ B with u = dt x.
-                    dB[rows, steps] += torch.matmul(dstates, u.unsqueeze(3)).squeeze(3)
-                    du = torch.matmul(B_c.unsqueeze(2), dstates).squeeze(2)
-                    torch.mul(du, dt_c, out=dx[here])
+                    dB[chunk, rows] += _over_channels(u, dstates)
+                    du = _over_states(tile.B[chunk], dstates)
+                    dx[here] = (du * dt_c).transpose(0, 1)
 
-                    # 3. Log decays: ∂/∂(dt A)_t = dh_t · decay_t · h_{t−1}, in the place of the decays.
+                    # 3. ∂/∂(dt A)_t = dh_t · decay_t · h_{t−1}, in the place of the decays; it sums over n to the gradient of dt,
+                    #    over time and rows to that of A.
                     decay *= dstates
-                    decay[:, 1:] *= states[:, :-1]
-                    decay[:, 0] *= before
-                    torch.mul(decay, At, out=states)
-                    torch.sum(states, dim=2, out=dstates[:, :, 0])
-                    torch.addcmul(dstates[:, :, 0], du, x_c, out=ddt[here])
+                    decay[1:] *= states[:-1]
+                    decay[0] *= before
+                    torch.mul(decay, tile.A, out=states)
+                    ddt[here] = states.sum(2).addcmul_(du, tile.x[chunk]).transpose(0, 1)
                     decay *= dt_c.unsqueeze(2)
                     dA[:, channels] += decay.sum((0, 1))
                 if dinitial is not None:
@@ -224,38 +280,9 @@ class _SelectiveScan(torch.autograd.Function):
         if D is not None:
             dD = (dy * x).sum((0, 1))
             dx.addcmul_(dy, D)
-        return dx, ddt, dA.t(), dB, dC, dD, dinitial, None, None
+        return dx, ddt, dA.t(), dB.transpose(0, 1), dC.transpose(0, 1), dD, dinitial, None, None
 
 
-def _run(x: Tensor, dt: Tensor, At: Tensor, B: Tensor, before: Tensor, decay: Tensor, states: Tensor) -> Tensor:
-    """Write the decays and states of a chunk from the state `before` it; return dt x.
-
-    x, dt (b, Q, d), At (N, d), B (b, Q, N), before (b, N, d), decay and states (b, Q, N, d).
-    """
-    torch.mul(dt.unsqueeze(2), At, out=decay)
-    torch.exp(decay, out=decay)
-    u = dt * x
-    torch.mul(u.unsqueeze(2), B.unsqueeze(3), out=states)
-    for t in range(states.shape[1]):
-        states[:, t].addcmul_(decay[:, t], before)
-        before = states[:, t]
-    return u
-
-
-class _Tile:
-    """Memory that the chunks of a tile use one after the other."""
-
-    def __init__(self, x: Tensor, state_size: int, length: int, buffers: int) -> None:
-        self.rows, self.channels, self.state_size = x.shape[0], x.shape[2], state_size
-        self.buffers = [x.new_empty(self.rows * length * state_size * self.channels) for _ in range(buffers)]
-
-    def work(self, steps: slice) -> list[Tensor]:
-        """(b, steps, N, d) each, dense."""
-        shape = (self.rows, steps.stop - steps.start, self.state_size, self.channels)
-        size = shape[0] * shape[1] * shape[2] * shape[3]
-        return [buffer[:size].view(shape) for buffer in self.buffers]
-
-    def state(self, value: Tensor | None) -> Tensor:
-        """A copy of `value` (b, d, N) as (b, N, d), or zeros."""
-        state = self.buffers[0].new_zeros(self.rows, self.state_size, self.channels)
-        return state if value is None else state.copy_(value.mT)
+def _chunks(time: int, length: int) -> Iterator[slice]:
+    for start in range(0, time, length):
+        yield slice(start, min(start + length, time))
