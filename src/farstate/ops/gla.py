@@ -35,15 +35,14 @@ def naive(
     vector_decay.check("q", q, k, v, log_decay, initial_state)
     dtype, out_dtype = compute_dtype(q, k, v, log_decay, initial_state), q.dtype
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    batch, time, heads, keys = q.shape
+    batch, _, heads, keys = q.shape
     q, k, v, log_decay = (t.to(dtype) for t in (q, k, v, log_decay))
     state = q.new_zeros(batch, heads, keys, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
     outputs = []
     with without_autocast(q.device):
-        for t in range(time):
-            increment = k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
-            state = torch.exp(log_decay[:, t]).unsqueeze(-1) * state + increment
-            outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+        for q_t, k_t, v_t, g_t in zip(*(t.unbind(1) for t in (q, k, v, log_decay)), strict=True):
+            state = torch.exp(g_t).unsqueeze(-1) * state + k_t.unsqueeze(-1) * v_t.unsqueeze(-2)
+            outputs.append(scale * torch.einsum("bhkv,bhk->bhv", state, q_t))
     return torch.stack(outputs, dim=1).to(out_dtype), state
 
 
@@ -67,8 +66,6 @@ def chunked(
     dtype, out_dtype = compute_dtype(q, k, v, log_decay, initial_state), q.dtype
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v, log_decay = (t.to(dtype) for t in (q, k, v, log_decay))
-    # Reading S_t is reading S_{t−1} through the decay of step t, and the step itself without any.
-    r = scale * q * torch.exp(log_decay)
-    diagonal = scale * (q * k).sum(-1)
-    o, final_state = vector_decay.chunked(r, k, v, log_decay, diagonal, initial_state, chunk_length)
+    initial_state = None if initial_state is None else initial_state.to(dtype)
+    o, final_state = vector_decay.chunked(q, k, v, log_decay, None, scale, initial_state, chunk_length)
     return o.to(out_dtype), final_state

@@ -1,18 +1,29 @@
-"""What the recurrences with a decay for each key channel share (`gla`, `wkv6`): reading the state before the step that is read.
+"""What the recurrences with a decay for each key channel share: GLA (`gla`) reads the state after a step, RWKV-6 (`wkv6`) before it.
 
     S_t = diag(exp g_t) S_{t−1} + k_t v_tᵀ
-    o_t = S_{t−1}ᵀ r_t + diagonal_t v_t
+    o_t = scale · S_tᵀ r_t                                   without bonus: after the step
+    o_t = scale · (S_{t−1} + diag(u) k_t v_tᵀ)ᵀ r_t          with bonus u: before the step, which enters by u
 
-Shapes: r, k, log_decay g (B, T, H, K), v (B, T, H, V), diagonal (B, T, H), initial_state (B, H, K, V) or None.
+Within a chunk of Q steps a pair of steps j < i contributes A_ij v_j to o_i, between chunks the state S does:
+
+    o_i = Σ_{j≤i} A_ij v_j + Sᵀ (r_i ∘ d_i),    A_ij = Σ_n r_i[n] k_j[n] exp(decays of channel n between j and i)
+
+The decays are as many as the pairs times the channels, too many to form. They factor into one number of step i and one of
+step j as soon as there is a step between the two to refer to; there are two ways to find it. `vector_decay_factored` takes
+the start of the chunk: fast, for decays that leave enough of a state over a chunk. `vector_decay_halves` takes the middle of
+the smallest aligned block that holds both steps: any decay, and every exponent is a sum of decays, never positive.
 """
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farstate.ops.precision import without_autocast
+from farstate.ops.vector_decay_factored import FactoredDecays, smallest_log_decay
+from farstate.ops.vector_decay_halves import HalvedDecays
+
+LONGEST_CHUNK = 64
+SHORTEST_CHUNK = 16
 
 
 def chunked(
@@ -20,37 +31,67 @@ def chunked(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
-    diagonal: Tensor,
+    bonus: Tensor | None,
+    scale: float,
     initial_state: Tensor | None,
     chunk_length: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (B, T, H, V) and final state (B, H, K, V); all inputs of one dtype, float32 or float64.
+    """Outputs and final state of inputs of one dtype, float32 or float64.
+
+    A T that no whole number of chunks fills is padded with k = 0 and g = 0, which change no state. First derivatives of both
+    outputs with respect to all inputs. Memory: linear in T.
+
+    Shapes: r, k, log_decay (B, T, H, K), v (B, T, H, V), bonus (H, K), initial_state (B, H, K, V) → (B, T, H, V), (B, H, K, V).
+
+    Args:
+        chunk_length: Q, rounded up to a power of two; None takes one that fits the sizes and, on a CPU, the decays.
 
     Raises:
         ValueError: a chunk length below 1.
     """
+    time = r.shape[1]
+    length, factored = _plan(log_decay, v.shape[-1], chunk_length)
+    if missing := -time % length:
+        r, k, v, log_decay = (F.pad(t, (0, 0, 0, 0, 0, missing)) for t in (r, k, v, log_decay))
+    compute = FactoredDecays if factored else HalvedDecays
+    o, final_state = compute.apply(r, k, v, log_decay, bonus, scale, initial_state, length)
+    return o[:, :time], final_state
+
+
+def default_chunk_length(time: int, values: int) -> int:
+    """A power of two. Longer chunks spend more on pairs of steps, shorter ones on the K × V states between them."""
+    longest = min(max(_power_of_two(values), SHORTEST_CHUNK), LONGEST_CHUNK)
+    return min(longest, _power_of_two(time))
+
+
+def _plan(log_decay: Tensor, values: int, chunk_length: int | None) -> tuple[int, bool]:
+    """The chunk length, and whether decays are weak enough within such chunks to be factored.
+
+    Shorter chunks are tried before giving up the factored form, unless the caller chose the length. The question costs one
+    number read back from the device: a GPU is not stopped for it.
+    """
+    time = log_decay.shape[1]
     if chunk_length is not None and chunk_length < 1:
         raise ValueError(f"chunk_length must be at least 1, found {chunk_length}")
-    batch, time, heads, keys = r.shape
-    length = min(time, 16 if chunk_length is None else chunk_length)
-    missing = -time % length
-    with without_autocast(r.device):
-        r, k, v, g = (F.pad(t, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, length)) for t in (r, k, v, log_decay))
-        diagonal = F.pad(diagonal, (0, 0, 0, missing)).unflatten(1, (-1, length))
-        s = g.double().cumsum(2)
-        before = s - g
-        pairs = torch.exp((before.unsqueeze(3) - s.unsqueeze(2)).clamp(max=0.0)).to(r.dtype)
-        A = torch.einsum("bcihk,bcjhk,bcijhk->bchij", r, k, pairs).tril(-1) + torch.diag_embed(diagonal.transpose(2, 3))
-        within = torch.einsum("bchij,bcjhv->bcihv", A, v)
-        reading = r * torch.exp(before).to(r.dtype)
-        leaving = k * torch.exp(s[:, :, -1:] - s).to(r.dtype)
-        decay = torch.exp(s[:, :, -1]).to(r.dtype)
-        state = r.new_zeros(batch, heads, keys, v.shape[-1]) if initial_state is None else initial_state.to(r.dtype)
-        outputs = []
-        for c in range(r.shape[1]):
-            outputs.append(within[:, c] + torch.einsum("bihk,bhkv->bihv", reading[:, c], state))
-            state = decay[:, c].unsqueeze(-1) * state + torch.einsum("bjhk,bjhv->bhkv", leaving[:, c], v[:, c])
-        return torch.cat(outputs, dim=1)[:, :time], state
+    if chunk_length is None:
+        length = default_chunk_length(time, values)
+        shortest = min(length, SHORTEST_CHUNK)
+    else:
+        length = shortest = _power_of_two(min(chunk_length, time))
+    if log_decay.device.type != "cpu":
+        return length, False
+    shorter = length
+    totals = F.pad(log_decay.detach(), (0, 0, 0, 0, 0, -time % length)).unflatten(1, (-1, shortest)).sum(2)
+    while shorter >= shortest:
+        if totals.unflatten(1, (-1, shorter // shortest)).sum(2).min() >= smallest_log_decay(shorter):
+            return shorter, True
+        shorter //= 2
+    return length, False
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest one that is at least `number`."""
+    return 1 << (number - 1).bit_length()
 
 
 def check(name: str, r: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, initial_state: Tensor | None) -> None:

@@ -34,15 +34,15 @@ def naive(
     """
     _check(r, k, v, log_decay, bonus, initial_state)
     dtype, out_dtype = compute_dtype(r, k, v, log_decay, bonus, initial_state), r.dtype
-    batch, time, heads, keys = r.shape
+    batch, _, heads, keys = r.shape
     r, k, v, log_decay, bonus = (t.to(dtype) for t in (r, k, v, log_decay, bonus))
     state = r.new_zeros(batch, heads, keys, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
     outputs = []
     with without_autocast(r.device):
-        for t in range(time):
-            increment = k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
-            outputs.append(torch.einsum("bhk,bhkv->bhv", r[:, t], state + bonus.unsqueeze(-1) * increment))
-            state = torch.exp(log_decay[:, t]).unsqueeze(-1) * state + increment
+        for r_t, k_t, v_t, w_t in zip(*(t.unbind(1) for t in (r, k, v, log_decay)), strict=True):
+            increment = k_t.unsqueeze(-1) * v_t.unsqueeze(-2)
+            outputs.append(torch.einsum("bhkv,bhk->bhv", state + bonus.unsqueeze(-1) * increment, r_t))
+            state = torch.exp(w_t).unsqueeze(-1) * state + increment
     return torch.stack(outputs, dim=1).to(out_dtype), state
 
 
@@ -65,8 +65,8 @@ def chunked(
     _check(r, k, v, log_decay, bonus, initial_state)
     dtype, out_dtype = compute_dtype(r, k, v, log_decay, bonus, initial_state), r.dtype
     r, k, v, log_decay, bonus = (t.to(dtype) for t in (r, k, v, log_decay, bonus))
-    diagonal = (r * bonus * k).sum(-1)
-    o, final_state = vector_decay.chunked(r, k, v, log_decay, diagonal, initial_state, chunk_length)
+    initial_state = None if initial_state is None else initial_state.to(dtype)
+    o, final_state = vector_decay.chunked(r, k, v, log_decay, bonus, 1.0, initial_state, chunk_length)
     return o.to(out_dtype), final_state
 
 

@@ -1,0 +1,142 @@
+"""Vector decays factored at the start of a chunk, for chunks over which no channel fades below exp(−60) (see `vector_decay`).
+
+With s_i = Σ_{k≤i} g_k from the start of the chunk, and s̄_i the part of it that acts before step i is read (s_i without bonus,
+s_{i−1} with one),
+
+    R_i = r_i ∘ exp(s̄_i),   F_j = k_j ∘ exp(−s_j),   A = tril(R Fᵀ), with bonus: its diagonal is Σ_n r u k
+    o = scale · (A v + R S),   S' = diag(exp s_Q) (S + Fᵀ v)
+
+The sums run over j ≤ i only, where no term exceeds its own final size, so that the factors may be large; what they lose is the
+rounding of s. The price is the range: F must stay finite, so the caller sees to s_Q ≥ `smallest_log_decay(Q)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from farstate.ops.precision import without_autocast
+from farstate.ops.vector_decay_chunks import (
+    by_head,
+    by_time,
+    matrices,
+    ones_to,
+    over_steps,
+    pass_back,
+    pass_on,
+    product_by_head,
+    set_diagonal,
+    steps,
+    times_by_time,
+)
+
+
+def smallest_log_decay(length: int) -> float:
+    """How far a channel may fade over a chunk of `length` steps: exp(60) leaves room in float32 for the numbers it multiplies.
+
+    Short chunks are bounded by the step. The gradient of a decay is formed as a difference, of which a step that forgets
+    nearly everything would leave nothing but rounding.
+    """
+    return max(-60.0, -3.75 * length)
+
+
+class FactoredDecays(torch.autograd.Function):
+    """T divisible by Q; backward written by hand. Shapes: see `vector_decay.chunked`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        r: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        bonus: Tensor | None,
+        scale: float,
+        initial_state: Tensor | None,
+        length: int,
+    ) -> tuple[Tensor, Tensor]:
+        with without_autocast(r.device):
+            batch, time, heads, keys = r.shape
+            count, values = time // length, v.shape[-1]
+            first = 0 if initial_state is not None else 1
+
+            # 1. Decays, and the factors that carry them.
+            g = steps(log_decay, length)
+            s = over_steps(ones_to(length, 0, g), g)
+            decay = s[:, -1].exp().view(batch, count, heads, keys, 1).transpose(0, 1)
+            e = (torch.exp(s) if bonus is None else torch.sub(s, g).exp_()).view(r.shape)
+            f = s.neg_().exp_().view(r.shape)
+            R, F = product_by_head(r, e, length), product_by_head(k, f, length)
+            v_c = by_head(v, length).contiguous()
+
+            # 2. The state after each chunk; states[c] enters chunk c.
+            states = r.new_empty(count + 1, batch, heads, keys, values)
+            torch.bmm(matrices(F).mT, matrices(v_c), out=matrices(states[1:]))
+            states[1:] *= decay
+            pass_on(states, decay, initial_state)
+
+            # 3. Outputs: what the chunk reads of itself, and of the state that entered it.
+            A = torch.bmm(matrices(R), matrices(F).mT)
+            if bonus is None:
+                A.tril_()
+            else:
+                A.tril_(-1)
+                set_diagonal(A, (r * k * bonus).sum(-1, keepdim=True))
+            o = torch.bmm(A, matrices(v_c)).view_as(v_c)
+            matrices(o[first:]).baddbmm_(matrices(R[first:]), matrices(states[first:-1]))
+
+            ctx.save_for_backward(r, k, bonus, e, f, R, F, v_c, A, decay, states)
+            ctx.scale, ctx.length, ctx.first = scale, length, first
+            ctx.set_materialize_grads(False)
+            # A copy: the caller keeps the final state long after the states between chunks are freed.
+            return by_time(o, scale), states[-1].clone()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+        r, k, bonus, e, f, R, F, v_c, A, decay, states = ctx.saved_tensors
+        length, first = ctx.length, ctx.first
+        if do is None and dfinal is None:
+            return (None,) * 8
+        with without_autocast(r.device):
+            do_c = torch.zeros_like(v_c) if do is None else by_head(do, length).mul(ctx.scale).contiguous()
+
+            # 1. Within the chunk.
+            dA = torch.bmm(matrices(do_c), matrices(v_c).mT)
+            dv = torch.bmm(A.mT, matrices(do_c)).view_as(v_c)
+            ddiagonal = None
+            if bonus is not None:
+                ddiagonal = by_time(dA.diagonal(dim1=1, dim2=2).view(*do_c.shape[:-1], 1))
+            dA.tril_(0 if bonus is None else -1)
+            dR = torch.bmm(dA, matrices(F)).view_as(R)
+            dF = torch.bmm(dA.mT, matrices(R)).view_as(F)
+
+            # 2. Through the states, from the last chunk to the first.
+            dstates = torch.empty_like(states)
+            dstates[:first].zero_()
+            torch.bmm(matrices(R[first:]).mT, matrices(do_c[first:]), out=matrices(dstates[first:-1]))
+            matrices(dR[first:]).baddbmm_(matrices(do_c[first:]), matrices(states[first:-1]).mT)
+            pass_back(dstates, decay, dfinal)
+            ds_end = (dstates[1:] * states[1:]).sum(-1)
+            dbracket = matrices(dstates[1:] * decay)
+            matrices(dF).baddbmm_(matrices(v_c), dbracket.mT)
+            matrices(dv).baddbmm_(matrices(F), dbracket)
+
+            # 3. Inputs. s̄_i scales R_i, −s_j scales F_j and s_Q the state that leaves, so that ∂/∂s̄_i = r_i ∘ ∂/∂r_i as far as
+            #    R goes, and so on; ∂/∂g sums from the end.
+            dr, dk = times_by_time(dR, e, length), times_by_time(dF, f, length)
+            reading = r * dr
+            ds = torch.addcmul(reading, k, dk, value=-1.0)
+            ds.unflatten(1, (-1, length))[:, :, -1] += ds_end.transpose(0, 1)
+            dg = over_steps(ones_to(length, 0, ds).mT, steps(ds, length)).view(ds.shape)
+            dbonus = None
+            if bonus is not None:
+                dg -= reading
+                dr += ddiagonal * bonus * k
+                dk += ddiagonal * bonus * r
+                dbonus = (ddiagonal * r * k).sum((0, 1))
+            dinitial = dstates[0] if first == 0 else None
+            return dr, dk, by_time(dv), dg, dbonus, None, dinitial, None
