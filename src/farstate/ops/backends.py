@@ -108,17 +108,20 @@ def use(backend: str) -> Iterator[Selection]:
 def implementation(operation: str, device: torch.device) -> Callable[..., Any]:
     """The function that computes `operation` on `device` with the selected backend.
 
-    Kernels have no float64: a call with a float64 input runs `chunked`, and the record says so.
+    Kernels have no float64: a call with a float64 input runs `chunked`, and the record says so. While moments of states are
+    recorded (`farstate.ops.state_moments`), the function records those of its own.
 
     Raises:
         FarstateError: the selected backend does not have the operation, is not installed or cannot run on the device.
     """
+    from farstate.ops.state_moments import observed
+
     selection = _SELECTION.get()
     choice = choose(operation, "auto" if selection is None else selection.requested, device)
     chosen = load(operation, choice.backend)
     if choice.backend not in ACCELERATED.get(operation, {}):
         _note(selection, operation, choice)
-        return chosen
+        return observed(operation, chosen)
 
     def by_dtype(*args: Any, **kwargs: Any) -> Any:
         if _has_float64(args) or _has_float64(kwargs.values()):
@@ -127,7 +130,7 @@ def implementation(operation: str, device: torch.device) -> Callable[..., Any]:
         _note(selection, operation, choice)
         return chosen(*args, **kwargs)
 
-    return by_dtype
+    return observed(operation, by_dtype)
 
 
 def choose(operation: str, backend: str, device: torch.device) -> Choice:
