@@ -14,6 +14,7 @@ from farstate.models.config import Config, Shape
 from farstate.models.gated_deltanet.shape import GatedDeltaNetConfig, GatedDeltaNetShape
 from farstate.models.gla.shape import GLAConfig, GLAShape
 from farstate.models.hybrid.shape import HybridConfig, HybridShape
+from farstate.models.mamba1.shape import Mamba1Config, Mamba1Shape
 from farstate.models.mamba2.shape import Mamba2Config, Mamba2Shape
 from farstate.models.rwkv6.shape import RWKV6Config, RWKV6Shape
 
@@ -32,6 +33,7 @@ class Architecture(NamedTuple):
 
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "mamba1": Architecture(Mamba1Shape, Mamba1Config),
     "mamba2": Architecture(Mamba2Shape, Mamba2Config),
     "gla": Architecture(GLAShape, GLAConfig),
     "rwkv6": Architecture(RWKV6Shape, RWKV6Config),

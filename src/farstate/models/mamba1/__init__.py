@@ -1,0 +1,1 @@
+"""Mamba-1: `shape` (no torch), `block`."""
