@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 from collections import Counter
@@ -50,7 +49,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
 
     Returns:
         tensors: under the file's names.
-        storage: `file`, `shards`, `dtype`, `dtypes`: how they lay, for `write_folder` and for `Origin`.
+        storage: `file`, `weight_map` where there are shards, `dtype`, `dtypes`: how they lay, for `write_folder` and for `Origin`.
         source: the file to name in a message.
 
     Raises:
@@ -59,7 +58,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
     for name in (SAFETENSORS, PICKLED):
         if (folder / name).exists():
             tensors = read_file(folder / name)
-            return tensors, {"file": name, "shards": 1, **dtypes_of(tensors)}, folder / name
+            return tensors, {"file": name, **dtypes_of(tensors)}, folder / name
         index = folder / f"{name}.index.json"
         if index.exists():
             try:
@@ -75,7 +74,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
                 if lost := [tensor for tensor, where in weight_map.items() if where == shard and tensor not in found]:
                     raise FarstateError(f"{folder / shard}: {index.name} says that it holds {lost[0]}, it does not")
                 tensors |= found
-            return tensors, {"file": name, "shards": len(shards), **dtypes_of(tensors)}, index
+            return tensors, {"file": name, "weight_map": weight_map, **dtypes_of(tensors)}, index
     raise FarstateError(f"{folder}: no {SAFETENSORS} and no {PICKLED} in it")
 
 
@@ -128,44 +127,31 @@ def dtypes_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], storage: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Write tensors as `storage` (`file`, `shards`) says, and `config` as `config.json`; the folder is the caller's to make whole.
+    """Write tensors as `storage` (`file`, `weight_map`) says, and `config` as `config.json`; the folder is the caller's to make whole.
 
     Tensors that share memory are stored once in a `.bin`, and must not be given for safetensors.
     """
-    file, shards = str(storage.get("file", SAFETENSORS)), int(storage.get("shards", 1))
-    parts = _parts(tensors, shards)
-    if len(parts) == 1:
-        _write_file(folder / file, parts[0])
-    else:
-        stem, _, suffix = file.rpartition(".")
-        names = [f"{stem}-{number:05d}-of-{len(parts):05d}.{suffix}" for number in range(1, len(parts) + 1)]
-        for name, part in zip(names, parts, strict=True):
-            _write_file(folder / name, part)
+    file = str(storage.get("file", SAFETENSORS))
+    weight_map: dict[str, str] = storage.get("weight_map", {})
+    # A tensor that the map does not name, as a head that used to be tied, goes to the last shard.
+    last = max(weight_map.values(), default=file)
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        parts.setdefault(weight_map.get(name, last), {})[name] = tensor
+    for name, part in parts.items():
+        _write_file(folder / name, part)
+    if weight_map:
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-            "weight_map": {tensor: name for name, part in zip(names, parts, strict=True) for tensor in sorted(part)},
+            "weight_map": {tensor: name for name, part in parts.items() for tensor in part},
         }
-        _write_text(folder / f"{file}.index.json", json.dumps(index, indent=2) + "\n")
+        _write_text(folder / f"{file}.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n")
     write_config(folder, config)
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """`config.json` as the libraries write it; infinities are allowed, as they are there."""
     _write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
-
-
-def _parts(tensors: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    """`count` parts of about equal size, in the order of the tensors; fewer where there are not enough."""
-    limit = math.ceil(sum(tensor.nbytes for tensor in tensors.values()) / max(count, 1))
-    parts: list[dict[str, Tensor]] = [{}]
-    filled = 0
-    for name, tensor in tensors.items():
-        if parts[-1] and filled + tensor.nbytes / 2 > limit and len(parts) < count:
-            parts.append({})
-            filled = 0
-        parts[-1][name] = tensor
-        filled += tensor.nbytes
-    return parts
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:

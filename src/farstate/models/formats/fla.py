@@ -157,7 +157,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def write(config: Config, tensors: Mapping[str, Tensor], folder: Path, origin: Origin) -> None:
-    """`config.json` and the weights in the file and the number of shards they came in, by default one safetensors file."""
+    """`config.json` and the weights in the file or the shards they came in, by default one safetensors file."""
     data = from_config(config, origin.get("config"))
     named = {_theirs(key, data): tensor for key, tensor in tensors.items() if key != HEAD or not config.tied_embeddings}
     dtype = str(tensors[EMBEDDING].dtype).removeprefix("torch.")

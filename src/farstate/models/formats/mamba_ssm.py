@@ -31,6 +31,7 @@ _OPTIONS: dict[str, dict[str, str]] = {
         "d_conv": "conv_width",
         "expand": "expand",
         "dt_rank": "dt_rank",
+        "dt_init": "dt_init",
         "dt_scale": "dt_scale",
         "dt_min": "dt_min",
         "dt_max": "dt_max",
@@ -59,7 +60,7 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     "mamba2": {"D_has_hdim": False, "rmsnorm": True, "norm_before_gate": False, "d_ssm": None},
 }
 _IDLE = {
-    "mamba1": ("use_fast_path", "dt_init"),
+    "mamba1": ("use_fast_path",),
     "mamba2": ("chunk_size", "use_mem_eff_path", "conv_init", "sequence_parallel"),
 }
 _MODEL = {
@@ -145,8 +146,10 @@ def from_config(config: Config, original: Mapping[str, Any] | None = None) -> di
     options: dict[str, Any] = {"layer": _LAYER[config.architecture]}
     options |= {theirs: values[ours] for theirs, ours in _OPTIONS[config.architecture].items() if values[ours] is not None}
     if "dt_limit" in options:
-        low, high = options["dt_limit"]
-        options["dt_limit"] = [low, float("inf") if high is None else high]
+        low, high = options.pop("dt_limit")
+        # Its layer takes the default's fast path only where the option is absent: JSON has no tuple to compare with.
+        if low > 0.0 or high is not None:
+            options["dt_limit"] = [low, float("inf") if high is None else high]
     return {
         **{theirs: values[ours] for theirs, ours in _MODEL.items()},
         "d_intermediate": 0,

@@ -74,7 +74,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def write(config: Config, tensors: Mapping[str, Tensor], folder: Path, origin: Origin) -> None:
-    """`config.json` and the weights in the file and the number of shards they came in, by default one safetensors file."""
+    """`config.json` and the weights in the file or the shards they came in, by default one safetensors file."""
     named = {
         _EMBEDDING if key == EMBEDDING else key: tensor
         for key, tensor in tensors.items()
