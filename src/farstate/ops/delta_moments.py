@@ -72,11 +72,9 @@ def gated_delta(
         own += torch.matmul(faded, before)
         added = (u * own).sum(-1).mul_(2.0)
         written = u.sum(-1) * k.sum(-1)
-        anchors = [moment_scan.reduced(entering[c]) for c in moment_scan.anchored_chunks(len(entering), length)]
-        by_step = (t.transpose(2, 3) for t in (g.squeeze(-1), written, added))
-        g_steps, written, added = by_step
-        sums = moment_scan.scan(g_steps, written, 1, torch.stack([a[0] for a in anchors]))
-        squares = moment_scan.scan(g_steps, added, 2, torch.stack([a[1] for a in anchors])).clamp_(min=0.0)
+        anchors = moment_scan.reduced([entering[c] for c in moment_scan.anchored_chunks(len(entering), length)])
+        both = torch.stack([written, added]).transpose(3, 4)
+        sums, squares = moment_scan.scan(s.squeeze(-1).transpose(2, 3), both, anchors)
 
         # 3. Outputs.
         y = None

@@ -2,7 +2,7 @@
 
     r_t = exp(p g_t) r_{t−1} + w_t           p = 1 for the sum of the entries, 2 for their squares
 
-g (chunks, B, Q, H), the log decays; w of the same shape. At the first step of some chunks r is known from the state that enters.
+At the beginning of some chunks r is known from the state that enters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor
 ANCHOR_STEPS = 256
 """About how many steps apart r starts anew from the state itself: what rounding has moved it by ends there."""
 
-_LARGEST_EXPONENT = 300.0
+# Twice it is still the exponent of a float64.
+_SMALLEST_EXPONENT = -300.0
 
 
 def anchored_chunks(count: int, length: int) -> range:
@@ -21,28 +22,38 @@ def anchored_chunks(count: int, length: int) -> range:
     return range(0, count, max(1, ANCHOR_STEPS // length))
 
 
-def scan(g: Tensor, w: Tensor, power: int, anchors: Tensor) -> Tensor:
-    """r, (chunks, B, Q, H), float64; `anchors` (len(anchored_chunks), B, H) are the values that enter those chunks."""
-    count, _, length, _ = g.shape
-    g, w, anchors = power * g.double(), w.double(), anchors.double()
-    s = g.cumsum(2)
-    within = torch.exp(s)
-    if s[:, :, -1].amin() > -_LARGEST_EXPONENT:
-        local = (torch.exp(-s) * w).cumsum(2) * within
+def scan(s: Tensor, w: Tensor, anchors: Tensor) -> Tensor:
+    """r of both, (2, chunks, B, Q, H), float64.
+
+    Args:
+        s: (chunks, B, Q, H), the log decays summed from the start of the chunk, float64.
+        w: (2, chunks, B, Q, H).
+        anchors: (2, len(anchored_chunks), B, H), what enters those chunks.
+    """
+    count, _, length, _ = s.shape
+    local, anchors = w.double(), anchors.double()
+    if s[:, :, -1].amin() > _SMALLEST_EXPONENT:
+        e, f = torch.exp(s), torch.exp(-s)
+        e, f = torch.stack([e, e.square()]), torch.stack([f, f.square()])
+        local = local.mul_(f).cumsum(3).mul_(e)
     else:
-        decay, local = torch.exp(g), w.clone()
+        e = torch.exp(torch.stack([s, 2.0 * s]))
+        steps = torch.exp(torch.diff(torch.stack([s, 2.0 * s]), dim=3))
         for i in range(1, length):
-            local[:, :, i].addcmul_(decay[:, :, i], local[:, :, i - 1])
-    entering = torch.empty_like(local[:, :, 0])
+            local[:, :, :, i].addcmul_(steps[:, :, :, i - 1], local[:, :, :, i - 1])
+    entering = torch.empty_like(local[:, :, :, 0])
     known = {chunk: number for number, chunk in enumerate(anchored_chunks(count, length))}
     for c in range(count):
         if c in known:
-            entering[c] = anchors[known[c]]
+            entering[:, c] = anchors[:, known[c]]
         else:
-            torch.addcmul(local[c - 1, :, -1], within[c - 1, :, -1], entering[c - 1], out=entering[c])
-    return local.addcmul_(within, entering.unsqueeze(2))
+            torch.addcmul(local[:, c - 1, :, -1], e[:, c - 1, :, -1], entering[:, c - 1], out=entering[:, c])
+    local.addcmul_(e, entering.unsqueeze(3))
+    local[1].clamp_(min=0.0)
+    return local
 
 
-def reduced(states: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ of the entries and of their squares, over the last two dimensions."""
-    return states.sum((-2, -1)), torch.linalg.vector_norm(states, dim=(-2, -1)).double().square()
+def reduced(states: list[Tensor]) -> Tensor:
+    """Σ of the entries and of their squares, over the last two dimensions of (B, H, P, N) each: (2, states, B, H)."""
+    norms = [torch.linalg.vector_norm(state, dim=(-2, -1)).double().square() for state in states]
+    return torch.stack([torch.stack([state.sum((-2, -1)) for state in states]).double(), torch.stack(norms)])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from farstate.ops import moment_scan, ssd
 from farstate.ops.precision import compute_dtype, without_autocast
-from farstate.ops.ssd_chunks import chunks, head_sums, unchunk
+from farstate.ops.ssd_chunks import chunks, unchunk
 
 _Form = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -104,16 +104,15 @@ def _moments(
     pairs = torch.bmm(reads, k_c.mT)
     pairs.view(count * batch, -1, length, length).tril_()
     pairs[:, -length:].diagonal(dim1=1, dim2=2).mul_(0.5)
-    found, scale, states = form(x_c, weight_c, g, k_c, reads, pairs, initial_state)
+    s = g.double().cumsum(2)
+    found, scale, states = form(x_c, weight_c, s, k_c, reads, pairs, initial_state)
 
-    own = found[:, :, -length:]
-    added = head_sums(x_c, own).mul_(weight_c * scale).mul_(2.0)
+    added = found[:, :, -length:].mul_(x_c).sum(-1).mul_(weight_c * scale).mul_(2.0)
     written = x_c.sum(-1).mul_(weight_c).mul_(k_c.sum(-1).view(count, batch, length, 1))
-    entering = [initial_state if c == 0 else states[c - 1] for c in moment_scan.anchored_chunks(count, length)]
     zero = x.new_zeros(batch, heads, 1, 1)
-    anchors = [moment_scan.reduced(zero if state is None else state) for state in entering]
-    sums = moment_scan.scan(g, written, 1, torch.stack([a[0] for a in anchors]))
-    squares = moment_scan.scan(g, added, 2, torch.stack([a[1] for a in anchors])).clamp_(min=0.0)
+    before = [zero if initial_state is None else initial_state, *states]
+    anchors = moment_scan.reduced([before[c] for c in moment_scan.anchored_chunks(count, length)])
+    sums, squares = moment_scan.scan(s, torch.stack([written, added]), anchors)
     y = None
     if read is not None:
         y = x.new_empty(batch, time, heads, channels)
@@ -127,12 +126,11 @@ def unchunk_heads(tensor: Tensor) -> Tensor:
 
 
 def _factored(
-    x_c: Tensor, weight_c: Tensor, g: Tensor, k_c: Tensor, reads: Tensor, pairs: Tensor, initial_state: Tensor | None
+    x_c: Tensor, weight_c: Tensor, s: Tensor, k_c: Tensor, reads: Tensor, pairs: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """exp(s_i − s_j) as a product, as in `ssd_factored`: what is found lacks the factor exp(s_i), returned beside it."""
     count, batch, length, heads, channels = x_c.shape
     size = k_c.shape[-1]
-    s = g.double().cumsum(2)
     e, f = torch.exp(s).to(x_c.dtype), torch.exp(-s).to(x_c.dtype)
     # Dense, unlike x_c: a view of neighbouring steps of one sequence.
     rows = x_c.new_empty(x_c.shape)
@@ -146,12 +144,11 @@ def _factored(
 
 
 def _masked(
-    x_c: Tensor, weight_c: Tensor, g: Tensor, k_c: Tensor, reads: Tensor, pairs: Tensor, initial_state: Tensor | None
+    x_c: Tensor, weight_c: Tensor, s: Tensor, k_c: Tensor, reads: Tensor, pairs: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """exp(s_i − s_j) as a mask of each head: any decays."""
     count, batch, length, heads, channels = x_c.shape
     size, kinds = k_c.shape[-1], reads.shape[1] // length
-    s = g.double().cumsum(2)
     u = x_c * weight_c.unsqueeze(-1)
     leaving = (u * torch.exp(s[:, :, -1:] - s).to(u.dtype).unsqueeze(-1)).reshape(-1, length, heads * channels)
     states = torch.bmm(leaving.mT, k_c).view(count, batch, heads, channels, size)
@@ -164,7 +161,7 @@ def _masked(
     _read_entering(from_before, reads, states, initial_state)
     from_before = from_before.view(count, batch, kinds, length, heads, channels)
     found = within + from_before * torch.exp(s).to(u.dtype)[:, :, None, :, :, None]
-    return found.reshape(count, batch, kinds * length, heads, channels), torch.ones_like(g), states
+    return found.reshape(count, batch, kinds * length, heads, channels), torch.ones_like(weight_c), states
 
 
 def _accumulate(states: Tensor, initial_state: Tensor | None, end: Tensor, before: bool) -> None:
