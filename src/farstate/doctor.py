@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from farstate.models.config import Config
 from farstate.models.registry import ARCHITECTURES
 from farstate.ops import backends
 
@@ -134,16 +135,16 @@ def operations_of(architecture: str) -> list[str]:
     return list(selection.resolved)
 
 
-def _tiny(architecture: str) -> Any:
-    """The architecture's default configuration at the smallest width that its heads divide."""
-    widths = (64, 128, 256, 512, 1024, 2048)
-    for width in widths:
+def _tiny(architecture: str) -> Config:
+    """The architecture's default configuration, at the fewest layers and the smallest width that it takes."""
+    sizes = [(layers, width) for layers in (1, 4, 8, 16) for width in (64, 128, 256, 512, 1024, 2048)]
+    for layers, width in sizes:
         try:
             return ARCHITECTURES[architecture].config.model_validate(
-                {"architecture": architecture, "width": width, "layers": 1, "vocabulary_size": 2}
+                {"architecture": architecture, "width": width, "layers": layers, "vocabulary_size": 2}
             )
         except ValidationError:
-            if width == widths[-1]:
+            if (layers, width) == sizes[-1]:
                 raise
     raise AssertionError
 
@@ -231,7 +232,7 @@ def show(report: dict[str, Any]) -> None:
         verdict = "[green]agrees[/]" if row["passed"] else "[red]FAILS[/]"
         start = [row["operation"], row["backend"], row["device"]]
         if "problem" in row:
-            return [*start, "", "", "", f"{verdict}: {row['problem']}"]
+            return [*start, "", "", "", verdict]
         gradients = f"{number(row['gradients'])} (d {row['worst_gradient']})"
         return [*start, number(row["outputs"]), number(row["final_state"]), gradients, verdict]
 
@@ -242,6 +243,10 @@ def show(report: dict[str, Any]) -> None:
         *("operation", "backend", "on", "outputs", "state", "gradients", ""),
         rows=map(cells, report["checks"]),
     )
+    for row in report["checks"]:
+        if "problem" in row:
+            console.print(f"{row['operation']}, {row['backend']} on {row['device']}: {row['problem']}", markup=False)
+            console.print()
     if report["unavailable"]:
         table(
             "Not available",
