@@ -1,6 +1,8 @@
-"""Official RWKV-6 files. None can be reached from here: what they mean is taken from the official equations, written out below
-one token and one head at a time under the official names, and from fla's model, which was checked against the official one by its
-authors. What remains open is what only a published file can show: its names, ranks and dtypes."""
+"""Official RWKV-6 files. No published one can be reached from here, so that what they mean is held against the official equations,
+written out below one token and one head at a time under the official names, and through fla's own model.
+
+What only a published file could show: that its tensors have the names, ranks and order of RWKV-LM's training code.
+"""
 
 from __future__ import annotations
 

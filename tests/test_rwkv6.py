@@ -148,7 +148,7 @@ def test_initialisation() -> None:
     torch.testing.assert_close(middle.r_proj.linear.weight @ middle.r_proj.linear.weight.t(), eye, atol=1e-5, rtol=0.0)
     torch.testing.assert_close(middle.k_proj.linear.weight @ middle.k_proj.linear.weight.t(), 0.01 * eye, atol=1e-6, rtol=0.0)
     key = model.backbone.layers[1].ffn.key.linear.weight
-    torch.testing.assert_close(key.t() @ key, key.shape[0] / 32 * eye, atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(key.t() @ key, eye, atol=1e-5, rtol=0.0)
     assert not middle.o_proj.weight.any()
 
     slow = LanguageModel(config(decay_init_range=(-9.0, -4.0)), torch.Generator().manual_seed(1))

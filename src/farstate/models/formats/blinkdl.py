@@ -1,4 +1,5 @@
-"""Official RWKV-6 "Finch" checkpoints: one `.pth` of tensors without a configuration, as BlinkDL's RWKV-LM trains them.
+"""Official RWKV-6 "Finch" checkpoints: one `.pth` of tensors without a configuration, as BlinkDL's RWKV-LM trains them
+(`RWKV-v5/src/model.py`, version x060).
 
 With x the input of a step, x⁻ that of the token before and xx = x⁻ − x, the official time mix is
 

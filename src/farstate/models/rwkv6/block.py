@@ -204,7 +204,8 @@ class Block(nn.Module):
     def initialize(self, generator: torch.Generator) -> None:
         """The official initialisation (RWKV-LM, RWKV-v5/src/model.py): mixes and decays by layer and channel, orthogonal matrices.
 
-        Both residual steps start as zero. The range of the decays is `decay_init_range` instead of the constants −6 and −1.
+        Both residual steps start as zero. The range of the decays is `decay_init_range` instead of the constants −6 and −1, and
+        embedding and head are the language model's, drawn as in fla.
         """
         config, attn, ffn = self.config, self.attn, self.ffn
         depth = self.layer / max(config.layers - 1, 1)
@@ -251,8 +252,7 @@ class Block(nn.Module):
 
 
 def draw_orthogonal(parameter: Tensor, gain: float, generator: torch.Generator) -> None:
-    """Fill with orthonormal rows or columns times `gain`, times √(rows / columns) where that is above 1; drawn on the CPU."""
-    rows, columns = parameter.shape
-    drawn = torch.empty(rows, columns)
-    nn.init.orthogonal_(drawn, gain * max(1.0, rows / columns) ** 0.5, generator=generator)
+    """Fill with `gain` times orthonormal rows or columns, whichever are fewer; drawn on the CPU."""
+    drawn = torch.empty(parameter.shape)
+    nn.init.orthogonal_(drawn, gain, generator=generator)
     parameter.copy_(drawn)
