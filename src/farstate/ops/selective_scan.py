@@ -69,7 +69,7 @@ def chunked(
     from the one that entered it. Nothing but dt A is exponentiated, so that decays of any strength are safe, in any mixture.
 
     Args:
-        chunk_length: Q; None takes between 16 and 64, so that the states of a chunk stay in the cache.
+        chunk_length: Q; None takes between 16 and 32, so that the states of a chunk stay in the cache.
 
     Raises:
         ValueError: shapes that do not fit each other, or a chunk length below 1.
@@ -114,13 +114,21 @@ def _tile_size(x: Tensor, state_size: int) -> tuple[int, int]:
     batch, _, width = x.shape
     if x.device.type != "cpu":
         return batch, width
-    channels = _part(width, _STEP_ENTRIES // state_size)
-    return _part(batch, _STEP_ENTRIES // (channels * state_size)), channels
+    # At most half of all, or the working memory of a single sequence would outweigh what is kept of it.
+    entries = min(_STEP_ENTRIES, -(-batch * width // 2) * state_size)
+    channels = _part(width, entries // state_size)
+    return _part(batch, entries // (channels * state_size)), channels
 
 
 def _chunk_length(x: Tensor, state_size: int) -> int:
     rows, channels = _tile_size(x, state_size)
-    return min(64, max(16, _CHUNK_ENTRIES // (rows * channels * state_size)))
+    return min(32, max(16, _CHUNK_ENTRIES // (rows * channels * state_size)))
+
+
+def _work(x: Tensor, state_size: int, length: int, count: int) -> list[Tensor]:
+    """Memory for `count` tensors of a chunk, which all tiles use in turn."""
+    rows, channels = _tile_size(x, state_size)
+    return [x.new_empty(length * rows * channels * state_size) for _ in range(count)]
 
 
 def _tiles(x: Tensor, state_size: int) -> Iterator[tuple[slice, slice]]:
@@ -136,20 +144,20 @@ def _part(total: int, limit: int) -> int:
 
 
 class _Tile:
-    """The inputs of some rows and channels, chunk by chunk, and the memory that all chunks use in turn.
+    """The inputs of b rows and d channels, and the tensors of a chunk of q steps, each (q, b, N, d).
 
-    Time is outermost, then rows, so that one step is one dense piece, and (N, d) innermost, so that sums over n add long vectors:
-    b rows, d channels, S = q · b steps of rows.
+    Time is outermost, so that a step is one dense piece; d is innermost, so that sums over n add long vectors.
     """
 
-    def __init__(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, length: int, buffers: int) -> None:
+    def __init__(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, length: int, work: list[Tensor]) -> None:
         self.x, self.dt, self.B, self.C = (t.transpose(0, 1) for t in (x, dt, B, C))
         self.A = A.t().contiguous()
         # exp2 takes half the time of exp; the factor is rounded once, like A itself.
         self.A_log2 = self.A * math.log2(math.e)
         self.time, self.rows, self.channels = self.x.shape
-        self.state_size, self.length = A.shape[1], length
-        self.buffers = [x.new_empty(length, self.rows, self.state_size, self.channels) for _ in range(buffers)]
+        self.state_size = A.shape[1]
+        shape = (length, self.rows, self.state_size, self.channels)
+        self.buffers = [memory[: math.prod(shape)].view(shape) for memory in work]
         self.steps = [buffer.unbind(0) for buffer in self.buffers]
 
     def state(self, value: Tensor | None) -> Tensor:
@@ -206,9 +214,10 @@ class _SelectiveScan(torch.autograd.Function):
         final = x.new_empty(batch, width, state_size)
         entering = x.new_empty(-(-time // length), batch, state_size, width) if differentiable else None
         with without_autocast(x.device):
+            work = _work(x, state_size, length, 2)
             for rows, channels in _tiles(x, state_size):
                 part = (rows, slice(None), channels)
-                tile = _Tile(x[part], dt[part], A[channels], B[rows], C[rows], length, 2)
+                tile = _Tile(x[part], dt[part], A[channels], B[rows], C[rows], length, work)
                 state = tile.state(None if initial_state is None else initial_state[rows, channels])
                 for number, chunk in enumerate(_chunks(time, length)):
                     if entering is not None:
@@ -236,11 +245,13 @@ class _SelectiveScan(torch.autograd.Function):
         dx, ddt = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
         dB, dC = (x.new_zeros(time, batch, state_size) for _ in range(2))
         dA = x.new_zeros(state_size, width)
+        dD = None if D is None else torch.zeros_like(D)
         dinitial = x.new_empty(batch, width, state_size) if ctx.needs_input_grad[6] else None
         with without_autocast(x.device):
+            work = _work(x, state_size, ctx.length, 3)
             for rows, channels in _tiles(x, state_size):
                 part = (rows, slice(None), channels)
-                tile = _Tile(x[part], dt[part], A[channels], B[rows], C[rows], ctx.length, 3)
+                tile = _Tile(x[part], dt[part], A[channels], B[rows], C[rows], ctx.length, work)
                 # Gradient of the state that leaves the chunk, of all that reads it after the chunk.
                 dstate = tile.state(None if dfinal is None else dfinal[rows, channels])
                 for number, chunk in reversed(list(enumerate(_chunks(time, ctx.length)))):
@@ -248,7 +259,7 @@ class _SelectiveScan(torch.autograd.Function):
                     before = entering[number, rows, :, channels]
                     dt_c, u = tile.run(chunk, before)
                     decay, states, dstates = (buffer[: dt_c.shape[0]] for buffer in tile.buffers)
-                    dy_c = dy[here].transpose(0, 1)
+                    x_c, dy_c = tile.x[chunk], dy[here].transpose(0, 1)
                     dC[chunk, rows] += _over_channels(dy_c, states)
 
                     # 1. h_t is read by y_t, and by h_{t+1}.
@@ -263,7 +274,11 @@ class _SelectiveScan(torch.autograd.Function):
                     # 2. Increments u ⊗ B with u = dt x.
                     dB[chunk, rows] += _over_channels(u, dstates)
                     du = _over_states(tile.B[chunk], dstates)
-                    dx[here] = (du * dt_c).transpose(0, 1)
+                    dx_c = du * dt_c
+                    if D is not None and dD is not None:
+                        dx_c.addcmul_(dy_c, D[channels])
+                        dD[channels] += (dy_c * x_c).sum((0, 1))
+                    dx[here] = dx_c.transpose(0, 1)
 
                     # 3. ∂/∂(dt A)_t = dh_t · decay_t · h_{t−1}, in the place of the decays; it sums over n to the gradient of dt,
                     #    over time and rows to that of A.
@@ -271,15 +286,11 @@ class _SelectiveScan(torch.autograd.Function):
                     decay[1:] *= states[:-1]
                     decay[0] *= before
                     torch.mul(decay, tile.A, out=states)
-                    ddt[here] = states.sum(2).addcmul_(du, tile.x[chunk]).transpose(0, 1)
+                    ddt[here] = states.sum(2).addcmul_(du, x_c).transpose(0, 1)
                     decay *= dt_c.unsqueeze(2)
                     dA[:, channels] += decay.sum((0, 1))
                 if dinitial is not None:
                     dinitial[rows, channels] = dstate.mT
-        dD = None
-        if D is not None:
-            dD = (dy * x).sum((0, 1))
-            dx.addcmul_(dy, D)
         return dx, ddt, dA.t(), dB.transpose(0, 1), dC.transpose(0, 1), dD, dinitial, None, None
 
 
