@@ -15,10 +15,15 @@ export OMP_WAIT_POLICY := PASSIVE
 
 env: .venv/.complete
 
-.venv/.complete: requirements.txt constraints.txt pyproject.toml
+.venv/.complete: requirements.txt requirements-kernels.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Farstate needs Python 3.11 or newer (found %d.%d): make env PYTHON=/path/to/python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
+	@command -v nvidia-smi >/dev/null 2>&1 \
+		&& echo "There is a GPU: docs/dependencies.md says how to install the kernels of mamba-ssm" \
+		|| MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE $(BIN)/pip install --quiet --disable-pip-version-check \
+			--no-deps --no-build-isolation -r requirements-kernels.txt \
+		|| echo "mamba-ssm could not be installed: the tests of its kernels will be skipped"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
