@@ -41,6 +41,7 @@ Progress = Callable[[int, int, float], None]
 END_OF_TEXT = "<|endoftext|>"
 # Text that is tokenised together: an encoded token takes about 100 bytes until it is reduced to its id.
 _BATCH_BYTES = 1 << 18
+_FEWEST_WINDOWS = 10
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Measured:
         format, config: of the checkpoint.
         rows: of the head in the softmax.
         documents: read; tokens: scored.
-        nll: nats per token; error: its standard error over windows taken for independent, NaN where there is one only.
+        nll: nats per token; error: its standard error, windows taken for independent; NaN where there are fewer than ten.
         seconds: of tokenising and scoring.
         row: the published value that it is to be held against.
     """
@@ -263,7 +264,7 @@ class _Sums:
 
     @property
     def error(self) -> float:
-        if self.windows < 2:
+        if self.windows < _FEWEST_WINDOWS:
             return math.nan
         # Σ (nll_w − mean · tokens_w)², by its terms.
         spread = self._squares - 2.0 * self.mean * self._products + self.mean**2 * self._sizes
@@ -330,7 +331,7 @@ def report(measured: Measured, checkpoint: str, text: Path, device: str) -> list
     padding = "padding included [assumed]" if procedure.softmax == "padded" else "the tokenizer's symbols"
     error = "" if math.isnan(measured.error) else f" ± {measured.error:.4f} (standard error over windows)"
     part = "" if procedure.documents is None else f" (the first {procedure.documents:,} at most)"
-    threads = f"{torch.get_num_threads()} threads, " if device == "cpu" else ""
+    where = f"cpu (threads: {torch.get_num_threads()})" if device == "cpu" else device
     lines = [
         f"checkpoint  {checkpoint}: {config.architecture}, {config.parameter_count():,} parameters, {measured.format} format",
         f"text        {text}: {measured.documents:,} documents{part}, {measured.tokens:,} tokens scored",
@@ -338,7 +339,7 @@ def report(measured: Measured, checkpoint: str, text: Path, device: str) -> list
         f"softmax over {measured.rows} rows, {padding}",
         f"nll         {measured.nll:.5f} nats per token{error}",
         f"perplexity  {measured.perplexity:.4f}",
-        f"speed       {measured.tokens / max(measured.seconds, 1e-9):,.0f} tokens/s on {device}, {threads}tokenising included",
+        f"speed       {measured.tokens / max(measured.seconds, 1e-9):,.0f} tokens/s on {where}, tokenising included",
     ]
     return lines if measured.row is None else [*lines, f"published   {verdict(measured, measured.row)}"]
 

@@ -4,7 +4,7 @@
 |--------------|-----------------------------------------------------------------------------------------------------------|
 | farstate     | `config.json` (a `Config`), `model.safetensors` whose header repeats it and says where the weights come from |
 | fla          | `config.json` (`model_type`: gla, rwkv6, mamba2, gated_deltanet), weights as transformers'                |
-| transformers | `config.json` (`model_type`: mamba2), `model.safetensors` or `pytorch_model.bin`, whole or with an index |
+| transformers | `config.json` (`model_type`: mamba, mamba2), safetensors or `pytorch_model.bin`, whole or with an index     |
 | mamba-ssm    | `config.json` (`d_model`, `n_layer`, `ssm_cfg`, …), `pytorch_model.bin`                                   |
 | blinkdl      | one official RWKV-6 `.pth`, no configuration; the file itself will do                                     |
 
