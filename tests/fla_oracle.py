@@ -162,9 +162,9 @@ def _replace_kernels() -> None:
         x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate
     )
     # With norm_before_gate, fla's reference computes the same as its fused form: norm(x) · silu(g).
-    FusedRMSNormGated.forward = lambda self, x, g: layernorm_gated.rms_norm_ref(
-        x, self.weight, self.bias, None, self.eps
-    ) * F.silu(g)
+    FusedRMSNormGated.forward = lambda self, x, g: (
+        layernorm_gated.rms_norm_ref(x, self.weight, self.bias, None, self.eps) * F.silu(g)
+    )
     SwiGLULinear.forward = lambda self, x, y, weight, bias: F.linear(F.silu(x) * y, weight, bias)
     ShortConvolution.forward = _short_convolution
     gated_deltanet.causal_conv1d = _causal_conv1d

@@ -10,8 +10,8 @@ With x the input of a step, x⁻ that of the token before and xx = x⁻ − x, t
     out              = output(ln_x(wkv(r, k, v, decay, time_faaaa)) · g)
 
 Our block computes the same with the matrices transposed and the five parts in the order r, w, k, v, g. Sizes follow from the
-shapes. Three numbers are in the program and not in the file: the LayerNorms' ε = 1e-5, that of ln_x, 64e-5, and that weights are
-those of training: files that were prepared for one inference strategy (rescaled, fused or transposed layers) are not read.
+shapes; two numbers are in the official program and not in the file: ε = 1e-5 of the LayerNorms and 64e-5 of ln_x. Files that were
+prepared for one way of inference (rescaled, quantised or transposed layers) are not read.
 """
 
 from __future__ import annotations

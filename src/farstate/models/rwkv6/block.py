@@ -62,7 +62,7 @@ class MixedProjection(Projection):
 
     def forward(self, x: Tensor, delta: Tensor) -> Tensor:
         """x, delta (B, T, inputs) → (B, T, outputs)"""
-        return self.linear(x + delta * self.mu)
+        return self.linear(torch.addcmul(x, delta, self.mu))
 
 
 class LowRank(nn.Module):
@@ -144,7 +144,7 @@ class TimeMix(nn.Module):
         # Columns of the second matrix belong to the mixes in turn: (D, 5, rank).
         weights = second.weight.unflatten(-1, (len(MIXED), -1)).unbind(1)
         rows = zip(inner.unbind(-2), weights, self.x_bias, strict=True)
-        return tuple(x + delta * (F.linear(row, weight) + bias) for row, weight, bias in rows)
+        return tuple(torch.addcmul(x, delta, F.linear(row, weight, bias)) for row, weight, bias in rows)
 
 
 class ChannelMix(nn.Module):
