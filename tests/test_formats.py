@@ -299,7 +299,7 @@ def test_files_that_are_refused(refused: Any, tmp_path: Path) -> None:
     def pickled(value: Any, plain: bool = False) -> Any:
         def change(folder: Path) -> None:
             path = folder / "pytorch_model.bin"
-            path.write_bytes(pickle.dumps(value)) if plain else torch.save(value, path)
+            path.write_bytes(pickle.dumps(value, protocol=2)) if plain else torch.save(value, path)
 
         return change
 

@@ -88,10 +88,17 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     raise FarstateError(f"{root}: not a checkpoint of {', '.join(FORMATS)}")
 
 
+class _Unfilled(LanguageModel):
+    """A model whose parameters are about to be read: drawing those of a billion takes half a minute."""
+
+    def _initialize(self, generator: torch.Generator) -> None:
+        pass
+
+
 def _loaded(root: Path, dtype: torch.dtype) -> tuple[LanguageModel, Checkpoint]:
     checkpoint = FORMATS[detect_format(root)].read(root)
     untie(checkpoint.tensors, checkpoint.config, checkpoint.source)
-    model = LanguageModel(checkpoint.config)
+    model = _Unfilled(checkpoint.config)
     check_names_and_shapes(checkpoint.tensors, model.state_dict(), checkpoint.source)
     model.to(dtype=dtype)
     model.load_state_dict(checkpoint.tensors)
