@@ -46,7 +46,7 @@ def naive(
     for x_t, dt_t, B_t, C_t in zip(*(t.unbind(1) for t in (x, dt, B, C)), strict=True):
         decay = torch.exp(dt_t[..., None] * A)
         state = decay * state + (dt_t * x_t)[..., None] * B_t[:, None, :]
-        outputs.append(torch.einsum("bdn,bn->bd", state, C_t))
+        outputs.append((state * C_t[:, None, :]).sum(-1))
     y = torch.stack(outputs, dim=1)
     if D is not None:
         y = y + D.to(dtype) * x
