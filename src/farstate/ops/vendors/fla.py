@@ -27,11 +27,12 @@ from farstate.ops.vendors.submodules import import_submodule
 DISTRIBUTION = "fla-core"
 
 _FUNCTIONS = {
-    "ssd": ("fla.ops.simple_gla", "chunk_simple_gla"),
-    "gla": ("fla.ops.gla", "chunk_gla"),
-    "wkv6": ("fla.ops.rwkv6", "chunk_rwkv6"),
-    "gated_delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "ssd": ("fla.ops.simple_gla", "chunk_simple_gla", ("q", "k", "v", "g")),
+    "gla": ("fla.ops.gla", "chunk_gla", ("q", "k", "v", "g")),
+    "wkv6": ("fla.ops.rwkv6", "chunk_rwkv6", ("r", "k", "v", "w")),
+    "gated_delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", ("q", "k", "v", "g", "beta")),
 }
+"""Where each is, and what it calls its inputs that have a time axis."""
 
 # The library's own chunk length.
 _CHUNK_LENGTH = 64
@@ -149,7 +150,7 @@ def gated_delta(
 
 def _run(operation: str, over_time: tuple[Tensor, ...], initial_state: Tensor | None, **constants: Any) -> tuple[Tensor, Tensor]:
     function = _function(operation)
-    names = {"wkv6": ("r", "k", "v", "w"), "gated_delta": ("q", "k", "v", "g", "beta")}.get(operation, ("q", "k", "v", "g"))
+    names = _FUNCTIONS[operation][2]
 
     def piece(*arguments: Tensor | None) -> tuple[Tensor, Tensor]:
         *inputs, state = arguments
@@ -166,7 +167,7 @@ def _run(operation: str, over_time: tuple[Tensor, ...], initial_state: Tensor | 
 
 
 def _function(operation: str) -> Callable[..., Any]:
-    module, name = _FUNCTIONS[operation]
+    module, name, _ = _FUNCTIONS[operation]
     function: Callable[..., Any] = getattr(import_submodule(module, DISTRIBUTION), name)
     return function
 

@@ -13,6 +13,8 @@ unless the environment says TRITON_F32_DEFAULT=ieee. float64 is refused.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -137,9 +139,9 @@ def selective_scan(
     return y.to(out_dtype), final
 
 
-def _ssd_module():  # type: ignore[no-untyped-def]
+def _ssd_module() -> ModuleType:
     return import_submodule("mamba_ssm.ops.triton.ssd_combined", DISTRIBUTION)
 
 
-def _scan_module():  # type: ignore[no-untyped-def]
+def _scan_module() -> ModuleType:
     return import_submodule("mamba_ssm.ops.selective_scan_interface", DISTRIBUTION)
