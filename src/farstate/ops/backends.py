@@ -56,13 +56,13 @@ ACCELERATED: dict[str, dict[str, str]] = {
 
 FASTEST: dict[str, tuple[str, ...]] = {
     "ssd": ("mamba_ssm", "fla"),
-    "selective_scan": ("triton",),
+    "selective_scan": ("triton", "mamba_ssm"),
     "gla": ("fla",),
     "wkv6": ("fla",),
     "gated_delta": ("fla",),
 }
-"""What `auto` tries on a GPU, fastest first. For Mamba-1 not the vendor's scan, which needs N more positions at both ends for
-what `triton` has built in."""
+"""What `auto` tries on a GPU, fastest first. For Mamba-1 the vendor's scan comes second: it needs N more positions at both ends
+for the states that `triton` takes and returns by itself."""
 
 
 class Choice(NamedTuple):
