@@ -23,6 +23,7 @@ from farstate.ops.vector_decay_factored import FactoredDecays, smallest_log_deca
 from farstate.ops.vector_decay_halves import HalvedDecays
 
 LONGEST_CHUNK = 64
+LONGEST_HALVED_CHUNK = 32  # Each doubling costs a level of its own there.
 SHORTEST_CHUNK = 16
 
 
@@ -75,18 +76,18 @@ def _plan(log_decay: Tensor, values: int, chunk_length: int | None) -> tuple[int
         raise ValueError(f"chunk_length must be at least 1, found {chunk_length}")
     if chunk_length is None:
         length = default_chunk_length(time, values)
-        shortest = min(length, SHORTEST_CHUNK)
+        shortest, halved = min(length, SHORTEST_CHUNK), min(length, LONGEST_HALVED_CHUNK)
     else:
-        length = shortest = _power_of_two(min(chunk_length, time))
+        length = shortest = halved = _power_of_two(min(chunk_length, time))
     if log_decay.device.type != "cpu":
-        return length, False
+        return halved, False
     shorter = length
     totals = F.pad(log_decay.detach(), (0, 0, 0, 0, 0, -time % length)).unflatten(1, (-1, shortest)).sum(2)
     while shorter >= shortest:
         if totals.unflatten(1, (-1, shorter // shortest)).sum(2).min() >= smallest_log_decay(shorter):
             return shorter, True
         shorter //= 2
-    return length, False
+    return halved, False
 
 
 def _power_of_two(number: int) -> int:

@@ -67,8 +67,8 @@ class HalvedDecays(torch.autograd.Function):
             A = r.new_zeros(count * batch * heads, length, length)
             set_diagonal(A, (r * k if bonus is None else r * k * bonus).sum(-1, keepdim=True))
             for half, decay in zip(_halves(length), decays[:-2], strict=True):
-                X = _pair_factors(r, k, decay, half, length)
-                pairs = torch.bmm(X[:, 1], X[:, 0].mT)
+                later, earlier = _pair_factors(r, k, decay, half, length)
+                pairs = torch.bmm(later, earlier.mT)
                 _pairs(A, half).copy_(pairs.view(-1, length // (2 * half), half, half))
 
             # 2. The state after each chunk; states[c] enters chunk c.
@@ -131,16 +131,18 @@ class HalvedDecays(torch.autograd.Function):
                 dx += scaled
                 _add_over_steps(dg, span, scaled.mul_(x))
             for half, decay, span in zip(_halves(length), decays[:-2], pair_spans, strict=True):
-                X = _pair_factors(r, k, decay, half, length)
-                dX = torch.empty_like(X)
+                later, earlier = _pair_factors(r, k, decay, half, length)
                 dpairs = _pairs(dA, half).reshape(-1, half, half)
-                torch.bmm(dpairs, X[:, 0], out=dX[:, 1])
-                torch.bmm(dpairs.mT, X[:, 1], out=dX[:, 0])
-                scaled = times_by_time(dX.view_as(reading), decay, length)
-                for position, x, dx in ((1, r, dr), (0, k, dk)):
-                    part = _blocks(scaled, half)[:, :, position]
-                    _blocks(dx, half)[:, :, position] += part
-                    part *= _blocks(x, half)[:, :, position]
+                scaled = torch.empty_like(dr)
+                for position, x, dx, dfactor in (
+                    (1, r, dr, torch.bmm(dpairs, earlier)),
+                    (0, k, dk, torch.bmm(dpairs.mT, later)),
+                ):
+                    acting, target = (_half_by_head(t, half, position, length) for t in (decay, scaled))
+                    torch.mul(dfactor.view(acting.shape), acting, out=target)
+                    part = _half(scaled, half, position)
+                    _half(dx, half, position).add_(part)
+                    part *= _half(x, half, position)
                 _add_over_steps(dg, span, scaled)
             dinitial = dstates[0] if first == 0 else None
             return dr, dk, by_time(dv), dg.view(r.shape), dbonus, None, dinitial, None
@@ -164,9 +166,14 @@ def _spans(length: int, inclusive: bool, like: Tensor) -> list[Tensor]:
     return [*spans, before, after]
 
 
-def _blocks(tensor: Tensor, half: int) -> Tensor:
-    """(B, T, H, X) → (B, T / 2c, 2, c, H, X), a view: the two halves of each block."""
-    return tensor.unflatten(1, (-1, 2, half))
+def _half(tensor: Tensor, half: int, position: int) -> Tensor:
+    """The first (0) or second (1) halves of all blocks: (B, T, H, X) → (B, T / 2c, c, H, X), a view."""
+    return tensor.unflatten(1, (-1, 2, half))[:, :, position]
+
+
+def _half_by_head(tensor: Tensor, half: int, position: int, length: int) -> Tensor:
+    """The same as matrices of a head: (B, T, H, X) → (T / Q, B, H, Q / 2c, c, X), a view."""
+    return by_head(tensor, length).unflatten(3, (-1, 2, half))[..., position, :, :]
 
 
 def _pairs(A: Tensor, half: int) -> Tensor:
@@ -175,14 +182,13 @@ def _pairs(A: Tensor, half: int) -> Tensor:
     return blocks[:, half:, :half].permute(0, 3, 1, 2)
 
 
-def _pair_factors(r: Tensor, k: Tensor, decay: Tensor, half: int, length: int) -> Tensor:
-    """X of this level: (T / 2c · B · H, 2, c, K), in the first half of each block of k, in the second of r."""
-    batch, time, heads, keys = r.shape
-    X = r.new_empty(time // length, batch, heads, length // (2 * half), 2, half, keys)
-    for position, x in ((0, k), (1, r)):
-        factors = (by_head(t, length).unflatten(3, (-1, 2, half))[..., position, :, :] for t in (x, decay))
-        torch.mul(*factors, out=X[..., position, :, :])
-    return X.view(-1, 2, half, keys)
+def _pair_factors(r: Tensor, k: Tensor, decay: Tensor, half: int, length: int) -> tuple[Tensor, Tensor]:
+    """X of the second halves, from r, and of the first, from k: (T / 2c · B · H, c, K) each, dense."""
+    factors = []
+    for position, x in ((1, r), (0, k)):
+        parts = [_half_by_head(t, half, position, length) for t in (x, decay)]
+        factors.append(torch.mul(*parts, out=x.new_empty(parts[0].shape)).view(-1, half, x.shape[-1]))
+    return factors[0], factors[1]
 
 
 def _add_over_steps(dg: Tensor, span: Tensor, dsum: Tensor) -> None:
