@@ -81,9 +81,12 @@ def divergence_normalizers_fwd_kernel(
         b_largest = b_now
     p_out = partial + offsets(i_s, stride_ps) + offsets(i_t, stride_pt)
     m_t = i_t < tokens
+    # From one plane to the next by addition: the product could leave 32 bits.
     tl.store(p_out, b_largest, mask=m_t)
-    tl.store(p_out + stride_pn, b_sum, mask=m_t)
-    tl.store(p_out + 2 * stride_pn, b_sum2, mask=m_t)
+    p_out += stride_pn
+    tl.store(p_out, b_sum, mask=m_t)
+    p_out += stride_pn
+    tl.store(p_out, b_sum2, mask=m_t)
 
 
 @triton.jit
@@ -113,9 +116,12 @@ def divergence_distances_fwd_kernel(
     last = tl.minimum(first + part, vocabulary)
     p_n = norms + offsets(i_t, stride_nt)
     b_z = tl.load(p_n, mask=m_t, other=0.0)
-    b_z_other = tl.load(p_n + stride_nn, mask=m_t, other=0.0)
-    b_n = tl.load(p_n + 2 * stride_nn, mask=m_t, other=0.0)
-    b_n_other = tl.load(p_n + 3 * stride_nn, mask=m_t, other=0.0)
+    p_n += stride_nn
+    b_z_other = tl.load(p_n, mask=m_t, other=0.0)
+    p_n += stride_nn
+    b_n = tl.load(p_n, mask=m_t, other=0.0)
+    p_n += stride_nn
+    b_n_other = tl.load(p_n, mask=m_t, other=0.0)
     b_variation = tl.zeros((BLOCK_T,), dtype=tl.float32)
     b_shannon = tl.zeros((BLOCK_T,), dtype=tl.float32)
     b_cosine = tl.zeros((BLOCK_T,), dtype=tl.float32)
@@ -140,8 +146,10 @@ def divergence_distances_fwd_kernel(
         b_cosine += tl.sum(tl.where(m, b_apart * b_apart, 0.0), axis=1)
     p_out = partial + offsets(i_s, stride_ps) + offsets(i_t, stride_pt)
     tl.store(p_out, 0.5 * b_variation, mask=m_t)
-    tl.store(p_out + stride_pn, 0.5 * b_shannon, mask=m_t)
-    tl.store(p_out + 2 * stride_pn, 0.5 * b_cosine, mask=m_t)
+    p_out += stride_pn
+    tl.store(p_out, 0.5 * b_shannon, mask=m_t)
+    p_out += stride_pn
+    tl.store(p_out, 0.5 * b_cosine, mask=m_t)
 
 
 def fused(
@@ -201,7 +209,10 @@ def _parts(tokens: int, vocabulary: int, device: torch.device) -> tuple[int, int
     """Rows of the head in a part, a multiple of the tile, and how many parts: enough programs for every multiprocessor."""
     tile = TILE["BLOCK_V"]
     tiles = triton.cdiv(vocabulary, tile)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    wanted = triton.cdiv(4 * processors, triton.cdiv(tokens, TILE["BLOCK_T"]))
+    wanted = triton.cdiv(4 * _processors(device), triton.cdiv(tokens, TILE["BLOCK_T"]))
     part = tile * max(min(tiles, _SHORTEST_PART), triton.cdiv(tiles, wanted))
     return part, triton.cdiv(vocabulary, part)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
