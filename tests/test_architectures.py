@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -103,6 +105,23 @@ def test_saved_and_loaded(architecture: str, tmp_path: Path) -> None:
     again = load_model(tmp_path)
     assert again.config == model.config
     assert torch.equal(again(tokens(2, 9))[0], model(tokens(2, 9))[0])
+
+
+def test_the_page_says_what_is_there() -> None:
+    """docs/adding_an_architecture.md: the files it names exist, its example is valid, its lines stand where it says."""
+    root = Path(__file__).parent.parent
+    page = (root / "docs/adding_an_architecture.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`((?:src|tests|config|docs)/[\w/.]+)`", page):
+        assert (root / name).exists(), name
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (model,) = yaml.safe_load(example)["models"].values()
+    shape = ARCHITECTURES[model["architecture"]].shape(**model["shape"])
+    assert shape.block_parameters(0) > 0
+    (line,) = [line for line in page.splitlines() if line.strip().startswith('"gated_deltanet": ')]
+    assert line in (root / "src/farstate/models/registry.py").read_text(encoding="utf-8")
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (*root.glob("src/farstate/**/*.py"), Path(__file__)))
+    for name in re.findall(r"`(_?[A-Z]+[A-Z_]+)`", page):
+        assert re.search(rf"^{name}\b", source, re.MULTILINE), name
 
 
 # --- the carried state -----------------------------------------------------------------------------------
