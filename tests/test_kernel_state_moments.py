@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kernel_checks
+import test_state_moments
 from farstate.kernels import aot
 from farstate.kernels import state_moments as kernel
 from farstate.ops import gated_delta, gla, state_moments
@@ -129,6 +130,22 @@ def test_addresses_past_two_to_the_31(name: str, monkeypatch: pytest.MonkeyPatch
         found = kernel.scan(**{**arguments, name: far})
     expected = kernel.scan(**arguments)
     assert all(torch.equal(a, e) for a, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("operation", ["ssd", "gla", "wkv6", "gated_delta"])
+def test_a_recording_on_a_gpu_takes_the_kernel(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {name: value.float() for name, value in test_state_moments.inputs(operation, 5).items()}
+    module = test_state_moments.MODULES[operation]
+    _, expected = test_state_moments.recorded(operation, module.chunked, arguments)
+    calls = []
+    scan = kernel.scan
+    monkeypatch.setattr(kernel, "scan", lambda *args, **kwargs: calls.append(1) or scan(*args, **kwargs))
+    monkeypatch.setattr(state_moments, "_on_gpu", lambda tensor: True)
+    result, moments = test_state_moments.recorded(operation, module.chunked, arguments)
+    assert calls
+    torch.testing.assert_close(moments.sums, expected.sums, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(moments.squared_norms, expected.squared_norms, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, module.chunked(**arguments))
 
 
 def test_refuses_what_does_not_fit() -> None:

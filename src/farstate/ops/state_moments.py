@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from farstate.ops import delta_moments, diagonal_moments, gated_delta, gla, selective_scan, ssd, wkv6
+from farstate.ops.precision import compute_dtype
 from farstate.ops.scalar_moments import Scan, scalar_decay
 from farstate.ops.vector_moments import vector_decay
 
@@ -128,6 +129,22 @@ def _moments(found: Scan, entries: int) -> Moments:
     return Moments(found.sums, found.squared_norms, entries)
 
 
+def _by_kernel(k: Tensor, v: Tensor, log_decay: Tensor, initial_state: Tensor | None, **options: Any) -> Scan | None:
+    """By the kernel where there is a GPU and no float64; arguments as in `farstate.kernels.state_moments.scan`."""
+    tensors = (k, v, log_decay, initial_state, options.get("weight"))
+    if not _on_gpu(k) or compute_dtype(*tensors) == torch.float64:
+        return None
+    from farstate.kernels import state_moments as kernel
+
+    with torch.no_grad():
+        sums, squares, final_state = kernel.scan(k, v, log_decay, initial_state=initial_state, **options)
+    return Scan(sums, squares, final_state, None)
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
 def _jointly(function: Callable[..., Result], definition: ModuleType, *inputs: Tensor | None) -> bool:
     """Whether outputs and moments may be computed in one go: this is the torch path, and nothing asks for gradients."""
     wants_gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
@@ -146,7 +163,10 @@ def _ssd(
     **options: Any,
 ) -> tuple[Result, Moments]:
     joint = not options and _jointly(function, ssd, x, dt, A, B, C, D, initial_state)
-    found = scalar_decay(x, B, dt * A, weight=dt, read=C if joint else None, initial_state=initial_state)
+    transposed = None if initial_state is None else initial_state.mT
+    found = _by_kernel(B, x, dt * A, transposed, weight=dt) or scalar_decay(
+        x, B, dt * A, weight=dt, read=C if joint else None, initial_state=initial_state
+    )
     if found.y is None:
         result = function(x, dt, A, B, C, D, initial_state, **options)
     else:
@@ -167,7 +187,7 @@ def _gla(
 ) -> tuple[Result, Moments]:
     joint = not options and _jointly(function, gla, q, k, v, log_decay, initial_state)
     read = q * (q.shape[-1] ** -0.5 if scale is None else scale) if joint else None
-    found = vector_decay(k, v, log_decay, read=read, initial_state=initial_state)
+    found = _by_kernel(k, v, log_decay, initial_state) or vector_decay(k, v, log_decay, read=read, initial_state=initial_state)
     if found.y is None:
         result = function(q, k, v, log_decay, scale, initial_state, **options)
     else:
@@ -187,7 +207,9 @@ def _wkv6(
 ) -> tuple[Result, Moments]:
     joint = not options and _jointly(function, wkv6, r, k, v, log_decay, bonus, initial_state)
     diagonal = (r * bonus * k).sum(-1) if joint else None
-    found = vector_decay(k, v, log_decay, read=r if joint else None, diagonal=diagonal, initial_state=initial_state)
+    found = _by_kernel(k, v, log_decay, initial_state) or vector_decay(
+        k, v, log_decay, read=r if joint else None, diagonal=diagonal, initial_state=initial_state
+    )
     if found.y is None:
         result = function(r, k, v, log_decay, bonus, initial_state, **options)
     else:
@@ -208,7 +230,9 @@ def _gated_delta(
 ) -> tuple[Result, Moments]:
     joint = not options and _jointly(function, gated_delta, q, k, v, log_decay, beta, initial_state)
     read = q * (q.shape[-1] ** -0.5 if scale is None else scale) if joint else None
-    found = delta_moments.gated_delta(k, v, log_decay, beta, read=read, initial_state=initial_state)
+    found = _by_kernel(k, v, log_decay, initial_state, weight=beta, delta=True) or delta_moments.gated_delta(
+        k, v, log_decay, beta, read=read, initial_state=initial_state
+    )
     if found.y is None:
         result = function(q, k, v, log_decay, beta, scale, initial_state, **options)
     else:
