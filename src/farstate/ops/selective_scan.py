@@ -86,19 +86,54 @@ def chunked(
     return y.to(out_dtype), final_state
 
 
+def naive_increment(dt: Tensor, A: Tensor, C: Tensor, initial_state: Tensor) -> Tensor:
+    """What `initial_state` adds to y: Δ_t = Σ_n C_t exp(A Σ_{k≤t} dt_k) h_{−1}, (B, T, D), in the dtype computed in.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    check_increment_shapes(dt, A, C, initial_state)
+    dtype = compute_dtype(dt, A, C, initial_state)
+    dt, A, C, state = (t.to(dtype) for t in (dt, A, C, initial_state))
+    outputs = []
+    for dt_t, C_t in zip(dt.unbind(1), C.unbind(1), strict=True):
+        state = torch.exp(dt_t[..., None] * A) * state
+        outputs.append((state * C_t[:, None, :]).sum(-1))
+    return torch.stack(outputs, dim=1)
+
+
 def check_shapes(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None) -> None:
     """Raise ValueError unless the shapes are those of the module."""
-    if x.dim() != 3 or A.dim() != 2 or x.shape[1] < 1:
-        raise ValueError(f"x must be (B, T, D) with T ≥ 1 and A must be (D, N), found {tuple(x.shape)} and {tuple(A.shape)}")
-    (batch, time, width), state_size = x.shape, A.shape[1]
-    expected = {
-        "dt": (dt, (batch, time, width)),
-        "A": (A, (width, state_size)),
-        "B": (B, (batch, time, state_size)),
-        "C": (C, (batch, time, state_size)),
-        "D": (D, (width,)),
-        "initial_state": (initial_state, (batch, width, state_size)),
-    }
+    batch, time, width, state_size = _sizes("x", x, A)
+    _check(
+        dt=(dt, (batch, time, width)),
+        A=(A, (width, state_size)),
+        B=(B, (batch, time, state_size)),
+        C=(C, (batch, time, state_size)),
+        D=(D, (width,)),
+        initial_state=(initial_state, (batch, width, state_size)),
+    )
+
+
+def check_increment_shapes(dt: Tensor, A: Tensor, C: Tensor, initial_state: Tensor) -> None:
+    """Raise ValueError unless the shapes are those of the module."""
+    batch, time, width, state_size = _sizes("dt", dt, A)
+    _check(
+        A=(A, (width, state_size)),
+        C=(C, (batch, time, state_size)),
+        initial_state=(initial_state, (batch, width, state_size)),
+    )
+
+
+def _sizes(name: str, leading: Tensor, A: Tensor) -> tuple[int, int, int, int]:
+    if leading.dim() != 3 or A.dim() != 2 or leading.shape[1] < 1:
+        raise ValueError(
+            f"{name} must be (B, T, D) with T ≥ 1 and A must be (D, N), found {tuple(leading.shape)} and {tuple(A.shape)}"
+        )
+    return (*leading.shape, A.shape[1])
+
+
+def _check(**expected: tuple[Tensor | None, tuple[int, ...]]) -> None:
     for name, (tensor, shape) in expected.items():
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, found {tuple(tensor.shape)}")
