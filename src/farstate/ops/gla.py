@@ -39,6 +39,7 @@ def naive(
     q, k, v, log_decay = (t.to(dtype) for t in (q, k, v, log_decay))
     state = q.new_zeros(batch, heads, keys, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
     outputs = []
+    # `unbind`: the gradient of an index into time would be a tensor over all of time, for every step.
     with without_autocast(q.device):
         for q_t, k_t, v_t, g_t in zip(*(t.unbind(1) for t in (q, k, v, log_decay)), strict=True):
             state = torch.exp(g_t).unsqueeze(-1) * state + k_t.unsqueeze(-1) * v_t.unsqueeze(-2)
@@ -57,12 +58,20 @@ def chunked(
 ) -> tuple[Tensor, Tensor]:
     """The same as `naive`, from matrix products over chunks of `chunk_length` steps. Shapes: see the module.
 
-    Any T ≥ 1. First derivatives of both outputs with respect to all inputs.
+    Any T ≥ 1, decays of any strength and mixture, in the gradients too. First derivatives of both outputs with respect to all
+    inputs. Memory is linear in T.
+
+    Args:
+        chunk_length: Q, rounded up to a power of two; None takes one that fits the sizes and, on a CPU, the decays.
 
     Raises:
         ValueError: shapes that do not fit each other, or a chunk length below 1.
     """
     vector_decay.check("q", q, k, v, log_decay, initial_state)
+    if chunk_length is not None and chunk_length < 1:
+        raise ValueError(f"chunk_length must be at least 1, found {chunk_length}")
+    if q.shape[1] == 1:
+        return naive(q, k, v, log_decay, scale, initial_state)
     dtype, out_dtype = compute_dtype(q, k, v, log_decay, initial_state), q.dtype
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v, log_decay = (t.to(dtype) for t in (q, k, v, log_decay))

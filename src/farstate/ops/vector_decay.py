@@ -45,10 +45,7 @@ def chunked(
     Shapes: r, k, log_decay (B, T, H, K), v (B, T, H, V), bonus (H, K), initial_state (B, H, K, V) → (B, T, H, V), (B, H, K, V).
 
     Args:
-        chunk_length: Q, rounded up to a power of two; None takes one that fits the sizes and, on a CPU, the decays.
-
-    Raises:
-        ValueError: a chunk length below 1.
+        chunk_length: Q, at least 1, rounded up to a power of two; None takes one that fits the sizes and, on a CPU, the decays.
     """
     time = r.shape[1]
     length, factored = _plan(log_decay, v.shape[-1], chunk_length)
@@ -60,9 +57,11 @@ def chunked(
 
 
 def default_chunk_length(time: int, values: int) -> int:
-    """A power of two. Longer chunks spend more on pairs of steps, shorter ones on the K × V states between them."""
-    longest = min(max(_power_of_two(values), SHORTEST_CHUNK), LONGEST_CHUNK)
-    return min(longest, _power_of_two(time))
+    """A power of two. Longer chunks spend more on pairs of steps, shorter ones on the K × V states between them; none pads much."""
+    length = min(max(_power_of_two(values), SHORTEST_CHUNK), LONGEST_CHUNK, _power_of_two(time))
+    while length > SHORTEST_CHUNK and -time % length > time // 8:
+        length //= 2
+    return length
 
 
 def _plan(log_decay: Tensor, values: int, chunk_length: int | None) -> tuple[int, bool]:
@@ -72,8 +71,6 @@ def _plan(log_decay: Tensor, values: int, chunk_length: int | None) -> tuple[int
     number read back from the device: a GPU is not stopped for it.
     """
     time = log_decay.shape[1]
-    if chunk_length is not None and chunk_length < 1:
-        raise ValueError(f"chunk_length must be at least 1, found {chunk_length}")
     if chunk_length is None:
         length = default_chunk_length(time, values)
         shortest, halved = min(length, SHORTEST_CHUNK), min(length, LONGEST_HALVED_CHUNK)

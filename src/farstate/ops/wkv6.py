@@ -38,6 +38,7 @@ def naive(
     r, k, v, log_decay, bonus = (t.to(dtype) for t in (r, k, v, log_decay, bonus))
     state = r.new_zeros(batch, heads, keys, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
     outputs = []
+    # `unbind`: the gradient of an index into time would be a tensor over all of time, for every step.
     with without_autocast(r.device):
         for r_t, k_t, v_t, w_t in zip(*(t.unbind(1) for t in (r, k, v, log_decay)), strict=True):
             increment = k_t.unsqueeze(-1) * v_t.unsqueeze(-2)
@@ -57,12 +58,20 @@ def chunked(
 ) -> tuple[Tensor, Tensor]:
     """The same as `naive`, from matrix products over chunks of `chunk_length` steps. Shapes: see the module.
 
-    Any T ≥ 1. First derivatives of both outputs with respect to all inputs.
+    Any T ≥ 1, decays of any strength and mixture, in the gradients too. First derivatives of both outputs with respect to all
+    inputs. Memory is linear in T.
+
+    Args:
+        chunk_length: Q, rounded up to a power of two; None takes one that fits the sizes and, on a CPU, the decays.
 
     Raises:
         ValueError: shapes that do not fit each other, or a chunk length below 1.
     """
     _check(r, k, v, log_decay, bonus, initial_state)
+    if chunk_length is not None and chunk_length < 1:
+        raise ValueError(f"chunk_length must be at least 1, found {chunk_length}")
+    if r.shape[1] == 1:
+        return naive(r, k, v, log_decay, bonus, initial_state)
     dtype, out_dtype = compute_dtype(r, k, v, log_decay, bonus, initial_state), r.dtype
     r, k, v, log_decay, bonus = (t.to(dtype) for t in (r, k, v, log_decay, bonus))
     initial_state = None if initial_state is None else initial_state.to(dtype)
