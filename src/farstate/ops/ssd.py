@@ -38,17 +38,17 @@ def naive(
     _check(x, dt, A, B, C, D, initial_state)
     dtype = compute_dtype(x, dt, A, B, C, D, initial_state)
     out_dtype = x.dtype
-    batch, time, heads, channels = x.shape
+    batch, _, heads, channels = x.shape
     groups, state_size = B.shape[2:]
     x, dt, A = x.to(dtype), dt.to(dtype), A.to(dtype)
     B, C = (t.to(dtype).repeat_interleave(heads // groups, dim=2) for t in (B, C))
     state = x.new_zeros(batch, heads, channels, state_size) if initial_state is None else initial_state.to(dtype)
     outputs = []
-    for t in range(time):
-        decay = torch.exp(dt[:, t] * A)
-        increment = torch.einsum("bh,bhp,bhn->bhpn", dt[:, t], x[:, t], B[:, t])
-        state = decay[..., None, None] * state + increment
-        outputs.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]))
+    # `unbind`: the gradient of an index into time would be a tensor over all of time, for every step.
+    for x_t, dt_t, B_t, C_t in zip(*(t.unbind(1) for t in (x, dt, B, C)), strict=True):
+        increment = torch.einsum("bh,bhp,bhn->bhpn", dt_t, x_t, B_t)
+        state = torch.exp(dt_t * A)[..., None, None] * state + increment
+        outputs.append(torch.einsum("bhpn,bhn->bhp", state, C_t))
     y = torch.stack(outputs, dim=1)
     if D is not None:
         y = y + D.to(dtype)[:, None] * x
