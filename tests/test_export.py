@@ -154,6 +154,12 @@ def test_checkpoints_are_found_or_named(tmp_path: Path, monkeypatch: pytest.Monk
         FarstateError, match=r"some/model: neither a local folder nor reachable on the hub .cannot reach some/model.;"
     ):
         locate("some/model", root=tmp_path)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, revision: f"/cache/{name}@{revision}/{file}")
+    assert locate("BlinkDL/rwkv/x/one.pth", "abc") == Path("/cache/BlinkDL/rwkv@abc/x/one.pth")
+    (tmp_path / "one.pth").write_bytes(b"weights")
+    assert locate("one.pth", root=tmp_path) == tmp_path / "one.pth"
+    monkeypatch.setenv("FARSTATE_INPUTS_ROOT", str(tmp_path))
+    assert sources.local_files(sources.Outside("checkpoint", "one.pth")) == [Path("one.pth")]
     for name in ("absent", "/absent/model", "a/b/c"):
         with pytest.raises(FarstateError, match=f"{name}: no such folder or file"):
             locate(name, root=tmp_path)

@@ -60,6 +60,8 @@ def local_files(outside: Outside) -> list[Path]:
     found: list[Path] = []
     if outside.kind == "checkpoint" and path.is_dir():
         found = [item for item in path.iterdir() if item.is_file() and not item.name.startswith(".")]
+    elif outside.kind == "checkpoint" and path.is_file():
+        found = [path]
     elif outside.kind == "files":
         found = [root / item for item in glob.glob(outside.where, root_dir=root, recursive=True) if (root / item).is_file()]
     return sorted(Path(os.path.relpath(item, root)) if not Path(outside.where).is_absolute() else item for item in found)
@@ -140,6 +142,12 @@ def inputs_root() -> Path:
     return Path(os.environ.get(INPUTS_ROOT, "."))
 
 
+def hub_parts(name: str) -> tuple[str, str | None]:
+    """A checkpoint's name on the hub: `owner/repository`, or `owner/repository/file` where a repository holds several."""
+    parts = name.split("/", 2)
+    return "/".join(parts[:2]), parts[2] if len(parts) > 2 else None
+
+
 def _read_seen() -> dict[str, Any]:
     """Sizes and dates of files whose checksum was found right, kept here and never shared."""
     try:
@@ -159,7 +167,7 @@ def _hub_revision(outside: Outside) -> str:
     name = outside.where.partition("@")[0]
     try:
         api = HfApi()
-        info = api.dataset_info(name) if outside.kind == "hub" else api.model_info(name)
+        info = api.dataset_info(name) if outside.kind == "hub" else api.model_info(hub_parts(name)[0])
     except Exception as error:  # the client raises many kinds; to the user they are one
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FarstateError(

@@ -11,7 +11,7 @@ from farstate.files import write_manifest
 from farstate.models.checkpoints import files_beside, load_with_origin, save_model
 from farstate.stages import Stage
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.pth)?", re.ASCII)
 _WANTED = ("config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json", "tokenizer.json")
 
 
@@ -40,6 +40,8 @@ def import_stage(stage: Stage) -> None:
 def locate(name: str, revision: str | None = None, root: Path = Path()) -> Path:
     """The checkpoint `name` on this machine: a path from `root`, or a name on the hub, whose files are fetched.
 
+    A repository of several `.pth` files is named with the file: `BlinkDL/rwkv-6-world/<file>.pth`.
+
     Raises:
         FarstateError: neither is there.
     """
@@ -47,9 +49,12 @@ def locate(name: str, revision: str | None = None, root: Path = Path()) -> Path:
         return root / name
     if not _HUB_NAME.fullmatch(name):
         raise FarstateError(f"{name}: no such folder or file, and no name on the hub")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
 
+    repository, file = sources.hub_parts(name)
     try:
+        if file is not None:
+            return Path(hf_hub_download(repository, file, revision=revision))
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(_WANTED)))
     except Exception as error:  # the client raises many kinds; to the user they are one
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
