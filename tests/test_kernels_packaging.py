@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -11,6 +13,7 @@ import pytest
 
 from conftest import REPOSITORY
 from farstate.kernels import aot
+from farstate.ops import backends
 
 
 def python(code: str, folder: Path, *options: str) -> str:
@@ -84,3 +87,29 @@ def test_a_kernel_of_the_interpreter_is_refused() -> None:
 def test_a_failed_compilation_says_why() -> None:
     with pytest.raises(RuntimeError, match="no_such_kernel"):
         aot.compile_in_child([aot.Job("farstate.kernels.aot:no_such_kernel", {}, {}, 90)])
+
+
+def gpu_script(*arguments: str, visible: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ if visible is None else {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+    command = [sys.executable, str(REPOSITORY / "benchmarks/gpu.py"), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_the_gpu_script_says_in_one_line_that_there_is_no_gpu() -> None:
+    done = gpu_script(visible="")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "no CUDA GPU" in done.stderr
+
+
+def test_the_gpu_script_runs_through_on_tiny_shapes(tmp_path: Path) -> None:
+    done = gpu_script("--cpu-smoke", "--json", str(tmp_path / "gpu.json"))
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    checked = {(row["what"], row["backend"]) for row in rows if row["size"] == "check" and row["error"] is not None}
+    assert {(operation, backend) for operation in backends.OPERATIONS for backend in ("naive", "chunked")} <= checked
+    assert {(f"{kernel} kernel", "triton") for kernel in ("divergence", "state moments", "initial state")} <= checked
+    timed = {row["what"] for row in rows if row["forward_ms"] is not None}
+    assert {*backends.OPERATIONS, "divergence", "Mamba-2 model, recording"} <= timed
+    skipped = [row["note"] for row in rows if row["size"] == "check" and row["error"] is None]
+    assert all(note.startswith("skipped: ") for note in skipped)
