@@ -38,10 +38,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from farstate.kernels.addressing import offsets
-from farstate.ops.selective_scan import check_increment_shapes, check_shapes
 
 # Steps of a chunk, and channels × N of a program: one state of a chunk is as many registers of a thread as a chunk has steps.
-_STEPS, _ENTRIES = 8, 256
+_STEPS, _ENTRIES = 16, 256
 
 
 @triton.jit
@@ -344,14 +343,13 @@ def selective_scan(
     Shapes: see the module. Any strides, float32 and half precision.
 
     Args:
-        chunk_length: steps that a program holds at a time, a power of two; None takes 8.
+        chunk_length: steps that a program holds at a time, a power of two; None takes 16.
 
     Raises:
         ValueError: shapes that do not fit each other, or a chunk length that is no power of two.
         TypeError: a float64 input.
     """
-    check_shapes(x, dt, A, B, C, D, initial_state)
-    _check_dtypes(x, dt, A, B, C, D, initial_state)
+    _check(x=x, dt=dt, A=A, B=B, C=C, D=D, initial_state=initial_state)
     given = (x, dt, A, B, C, D, initial_state)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     y, final = _SelectiveScan.apply(*given, _steps(chunk_length), differentiable)
@@ -361,11 +359,9 @@ def selective_scan(
 def increment(dt: Tensor, A: Tensor, C: Tensor, initial_state: Tensor, chunk_length: int | None = None) -> Tensor:
     """What `initial_state` adds to the outputs of a scan that starts from zero, (B, T, D) in float32, with first derivatives.
 
-    Arguments and errors as of `selective_scan`. (A scan that starts from zero ends in its final state less
-    exp(A S_{T−1}) h_{−1}.)
+    Arguments and errors as of `selective_scan`.
     """
-    check_increment_shapes(dt, A, C, initial_state)
-    _check_dtypes(dt, A, C, initial_state)
+    _check(dt=dt, A=A, C=C, initial_state=initial_state)
     y: Tensor = _Increment.apply(dt, A, C, initial_state, _steps(chunk_length))
     return y
 
@@ -501,6 +497,14 @@ def _strides_of_both(first: Tensor, second: Tensor) -> tuple[int, ...]:
     return first.stride()
 
 
-def _check_dtypes(*tensors: Tensor | None) -> None:
-    if any(t is not None and t.dtype == torch.float64 for t in tensors):
+def _check(dt: Tensor, A: Tensor, **others: Tensor | None) -> None:
+    if dt.dim() != 3 or A.dim() != 2 or dt.shape[1] < 1:
+        raise ValueError(f"dt must be (B, T, D) with T ≥ 1 and A must be (D, N), found {tuple(dt.shape)} and {tuple(A.shape)}")
+    (batch, time, width), state_size = dt.shape, A.shape[1]
+    shapes = {"x": (batch, time, width), "D": (width,), "initial_state": (batch, width, state_size)}
+    for name, tensor in {"A": A, **others}.items():
+        expected = (width, state_size) if name == "A" else shapes.get(name, (batch, time, state_size))
+        if tensor is not None and tuple(tensor.shape) != expected:
+            raise ValueError(f"{name} must have shape {expected}, found {tuple(tensor.shape)}")
+    if any(t is not None and t.dtype == torch.float64 for t in (dt, A, *others.values())):
         raise TypeError("the kernel computes in float32: use farstate.ops.selective_scan for float64")

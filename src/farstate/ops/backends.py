@@ -3,13 +3,13 @@
 A backend is chosen where and how (config/settings.yaml, `backend`), is recorded in provenance and is in no key: all of them
 compute the same function within stated tolerances. Every implementation of an operation has the signature of its `naive`.
 
-| operation          | architecture     | `naive`, `chunked`             | `triton` | `mamba_ssm`                 | `fla`                    |
-|--------------------|------------------|--------------------------------|----------|-----------------------------|--------------------------|
-| `ssd`              | Mamba-2          | `farstate.ops.ssd`             |          | `mamba_chunk_scan_combined` | `chunk_simple_gla`       |
-| `selective_scan`   | Mamba-1          | `farstate.ops.selective_scan`  |          | `selective_scan_fn`         |                          |
-| `gla`              | GLA              | `farstate.ops.gla`             |          |                             | `chunk_gla`              |
-| `wkv6`             | RWKV-6           | `farstate.ops.wkv6`            |          |                             | `chunk_rwkv6`            |
-| `gated_delta`      | Gated DeltaNet   | `farstate.ops.gated_delta`     |          |                             | `chunk_gated_delta_rule` |
+| operation        | architecture   | `naive`, `chunked`            | `triton`        | `mamba_ssm`                 | `fla`                    |
+|------------------|----------------|-------------------------------|-----------------|-----------------------------|--------------------------|
+| `ssd`            | Mamba-2        | `farstate.ops.ssd`            |                 | `mamba_chunk_scan_combined` | `chunk_simple_gla`       |
+| `selective_scan` | Mamba-1        | `farstate.ops.selective_scan` | `initial_state` | `selective_scan_fn`         |                          |
+| `gla`            | GLA            | `farstate.ops.gla`            |                 |                             | `chunk_gla`              |
+| `wkv6`           | RWKV-6         | `farstate.ops.wkv6`           |                 |                             | `chunk_rwkv6`            |
+| `gated_delta`    | Gated DeltaNet | `farstate.ops.gated_delta`    |                 |                             | `chunk_gated_delta_rule` |
 
 `auto` is `chunked` on a CPU. On a GPU it is the first of `FASTEST` that is installed and agrees with the definition there, on
 small inputs, forward and gradients; else `chunked`.
@@ -47,7 +47,10 @@ OPERATIONS: dict[str, dict[str, str]] = {
 
 ACCELERATED: dict[str, dict[str, str]] = {
     "ssd": {"mamba_ssm": "farstate.ops.vendors.mamba_ssm:ssd", "fla": "farstate.ops.vendors.fla:ssd"},
-    "selective_scan": {"mamba_ssm": "farstate.ops.vendors.mamba_ssm:selective_scan"},
+    "selective_scan": {
+        "triton": "farstate.kernels.initial_state:selective_scan",
+        "mamba_ssm": "farstate.ops.vendors.mamba_ssm:selective_scan",
+    },
     "gla": {"fla": "farstate.ops.vendors.fla:gla"},
     "wkv6": {"fla": "farstate.ops.vendors.fla:wkv6"},
     "gated_delta": {"fla": "farstate.ops.vendors.fla:gated_delta"},

@@ -36,7 +36,7 @@ def naive(
     Raises:
         ValueError: shapes that do not fit each other.
     """
-    check_shapes(x, dt, A, B, C, D, initial_state)
+    _check_scan(x, dt, A, B, C, D, initial_state)
     dtype = compute_dtype(x, dt, A, B, C, D, initial_state)
     out_dtype = x.dtype
     x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
@@ -74,7 +74,7 @@ def chunked(
     Raises:
         ValueError: shapes that do not fit each other, or a chunk length below 1.
     """
-    check_shapes(x, dt, A, B, C, D, initial_state)
+    _check_scan(x, dt, A, B, C, D, initial_state)
     if chunk_length is not None and chunk_length < 1:
         raise ValueError(f"chunk_length must be at least 1, found {chunk_length}")
     dtype = compute_dtype(x, dt, A, B, C, D, initial_state)
@@ -92,7 +92,7 @@ def naive_increment(dt: Tensor, A: Tensor, C: Tensor, initial_state: Tensor) -> 
     Raises:
         ValueError: shapes that do not fit each other.
     """
-    check_increment_shapes(dt, A, C, initial_state)
+    _check_increment(dt, A, C, initial_state)
     dtype = compute_dtype(dt, A, C, initial_state)
     dt, A, C, state = (t.to(dtype) for t in (dt, A, C, initial_state))
     outputs = []
@@ -102,7 +102,7 @@ def naive_increment(dt: Tensor, A: Tensor, C: Tensor, initial_state: Tensor) -> 
     return torch.stack(outputs, dim=1)
 
 
-def check_shapes(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None) -> None:
+def _check_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None) -> None:
     """Raise ValueError unless the shapes are those of the module."""
     batch, time, width, state_size = _sizes("x", x, A)
     _check(
@@ -115,7 +115,7 @@ def check_shapes(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tens
     )
 
 
-def check_increment_shapes(dt: Tensor, A: Tensor, C: Tensor, initial_state: Tensor) -> None:
+def _check_increment(dt: Tensor, A: Tensor, C: Tensor, initial_state: Tensor) -> None:
     """Raise ValueError unless the shapes are those of the module."""
     batch, time, width, state_size = _sizes("dt", dt, A)
     _check(
