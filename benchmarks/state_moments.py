@@ -32,11 +32,11 @@ DEMO: dict[str, dict[str, Any]] = {
     "gla": {},
     "rwkv6": {},
     "gated_deltanet": {"heads": 2},
-    "hybrid": {"state_size": 64, "head_size": 16, "attention_heads": 2},
+    "hybrid": {"state_size": 64, "head_size": 16, "attention_heads": 2, "attention_every": 2},
 }
 WIDE: dict[str, dict[str, Any]] = {
     "gated_deltanet": {"heads": 4},
-    "hybrid": {"attention_heads": 4},
+    "hybrid": {"attention_heads": 4, "attention_every": 2},
 }
 SIZES = {"demo": (64, 8, 512, DEMO), "width 256": (256, 4, 1024, WIDE)}
 

@@ -24,7 +24,7 @@ _LENGTH = 32
 
 
 @torch.no_grad()
-def gated_delta(
+def delta_rule(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,

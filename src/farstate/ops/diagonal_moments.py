@@ -9,15 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from farstate.ops import selective_scan
 from farstate.ops.precision import compute_dtype, without_autocast
 from farstate.ops.scalar_moments import Scan
-from farstate.ops.selective_scan import _tiles
-
-_STEPS = 16
 
 
 @torch.no_grad()
-def selective_scan(
+def diagonal_decay(
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -30,26 +28,26 @@ def selective_scan(
     dtype = compute_dtype(x, dt, A, B, read, initial_state)
     x, dt, A, B = (t.to(dtype) for t in (x, dt, A, B))
     (batch, time, width), size = x.shape, A.shape[1]
-    ones = B.new_ones(batch, time, 1, size)
-    reads = ones if read is None else torch.cat([read.to(dtype).unsqueeze(2), ones], dim=2)
-    found = x.new_empty(batch, time, reads.shape[2] + 1, width)
-    final = x.new_empty(batch, width, size)
+    reads = torch.ones_like(B).unsqueeze(2)
+    if read is not None:
+        reads = torch.cat([reads, read.to(dtype).unsqueeze(2)], dim=2)
+    found = x.new_empty(reads.shape[2], batch, time, width)
+    squares, final = torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty(batch, width, size)
+    length = selective_scan._chunk_length(x, size)
     with without_autocast(x.device):
-        for rows, channels in _tiles(x, size):
-            At = A[channels].t().contiguous()
-            state = x.new_zeros(rows.stop - rows.start, size, channels.stop - channels.start)
-            if initial_state is not None:
-                state.copy_(initial_state[rows, channels].mT)
-            for start in range(0, time, _STEPS):
-                here = (rows, slice(start, min(start + _STEPS, time)), channels)
-                # (b, steps, N, channels), as selective_scan lays it out.
-                decay = torch.mul(dt[here].unsqueeze(2), At).exp_()
-                states = torch.mul((dt[here] * x[here]).unsqueeze(2), B[here[:2]].unsqueeze(3))
-                for i in range(states.shape[1]):
-                    states[:, i].addcmul_(decay[:, i], state)
-                    state = states[:, i]
-                state = state.clone()
-                found[rows, here[1], :-1, channels] = torch.matmul(reads[here[:2]], states)
-                found[rows, here[1], -1:, channels] = torch.matmul(ones[here[:2]], states.square_())
+        work = selective_scan._work(x, size, length, 2)
+        for rows, channels in selective_scan._tiles(x, size):
+            part = (rows, slice(None), channels)
+            tile = selective_scan._Tile(x[part], dt[part], A[channels], B[rows], B[rows], length, work)
+            state = tile.state(None if initial_state is None else initial_state[rows, channels])
+            for start in range(0, time, length):
+                chunk = slice(start, min(start + length, time))
+                steps = tile.run(chunk, state)[0].shape[0]
+                states = tile.buffers[1][:steps]
+                # (steps, rows, kinds, N) @ (steps, rows, N, channels)
+                read_here = reads[rows, chunk].transpose(0, 1)
+                found[:, rows, chunk, channels] = torch.matmul(read_here, states).permute(2, 1, 0, 3)
+                state.copy_(states[-1])
+                squares[rows, chunk, channels] = torch.matmul(read_here[:, :, :1], states.square_()).squeeze(2).transpose(0, 1)
             final[rows, channels] = state.mT
-    return Scan(found[:, :, -2], found[:, :, -1], final, None if read is None else found[:, :, 0])
+    return Scan(found[0], squares, final, None if read is None else found[1])

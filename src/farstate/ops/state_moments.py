@@ -31,12 +31,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farstate.ops import delta_moments, diagonal_moments, gated_delta, gla, selective_scan, ssd, wkv6
+from farstate.ops import gated_delta, gla, selective_scan, ssd, wkv6
+from farstate.ops.delta_moments import delta_rule
+from farstate.ops.diagonal_moments import diagonal_decay
 from farstate.ops.precision import compute_dtype
 from farstate.ops.scalar_moments import Scan, scalar_decay
 from farstate.ops.vector_moments import vector_decay
 
-__all__ = ["Moments", "Record", "naive", "observed", "recording", "scalar_decay", "vector_decay"]
+__all__ = [
+    "Moments",
+    "Record",
+    "delta_rule",
+    "diagonal_decay",
+    "naive",
+    "observed",
+    "recording",
+    "scalar_decay",
+    "vector_decay",
+]
 
 Result = tuple[Tensor, Tensor]
 """Outputs and final state of an operation."""
@@ -230,7 +242,7 @@ def _gated_delta(
 ) -> tuple[Result, Moments]:
     joint = not options and _jointly(function, gated_delta, q, k, v, log_decay, beta, initial_state)
     read = q * (q.shape[-1] ** -0.5 if scale is None else scale) if joint else None
-    found = _by_kernel(k, v, log_decay, initial_state, weight=beta, delta=True) or delta_moments.gated_delta(
+    found = _by_kernel(k, v, log_decay, initial_state, weight=beta, delta=True) or delta_rule(
         k, v, log_decay, beta, read=read, initial_state=initial_state
     )
     if found.y is None:
@@ -252,7 +264,7 @@ def _selective_scan(
     **options: Any,
 ) -> tuple[Result, Moments]:
     joint = not options and _jointly(function, selective_scan, x, dt, A, B, C, D, initial_state)
-    found = diagonal_moments.selective_scan(x, dt, A, B, read=C if joint else None, initial_state=initial_state)
+    found = diagonal_decay(x, dt, A, B, read=C if joint else None, initial_state=initial_state)
     if found.y is None:
         result = function(x, dt, A, B, C, D, initial_state, **options)
     else:
