@@ -428,6 +428,18 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         build(tables, tmp_path)
 
 
+def test_a_model_beyond_the_papers_figure_is_said_to_be_one(demo: dict[str, Path], tmp_path: Path) -> None:
+    assert "that the paper's figure does not show" not in demo["html"].read_text()
+    tables = write_tables(tmp_path / "tables", seeds=(0,), arms=("base", "control"), length=256)
+    about = context()
+    about["models"]["small"]["architecture"] = "gated_deltanet"
+    stage.draw(FIGURES["fig1"], comparison=tables, output=outputs(tmp_path), context=about, keys=KEYS)
+    page = outputs(tmp_path)["html"].read_text()
+    assert "does not show: Mamba-2 small (synthetic)." in page
+    assert FIGURES["fig1"].question in page
+    assert FIGURES["fig1"].remark in page
+
+
 def test_what_the_page_prints_of_the_parameters() -> None:
     """Our choices and what differs from the paper are marked; of a published checkpoint nothing is said that we did not do."""
     from farstate.reports.stage import _context

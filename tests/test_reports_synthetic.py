@@ -200,6 +200,7 @@ def context(
                 "parameters_without_embeddings": 66_816,
                 "training_tokens": None if paper else 2_031_616,
                 "context": train_length,
+                "architecture": "mamba2",
                 "paper_model": name if paper else None,
             }
             for name in models

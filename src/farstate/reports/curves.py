@@ -70,6 +70,7 @@ class ModelCard(_Strict):
     parameters_without_embeddings: int
     training_tokens: int | None = Field(None, description="null: a published checkpoint whose count is not recorded")
     context: int = Field(description="training length in tokens")
+    architecture: str
     paper_model: str | None = Field(None, description="the paper's name, when its digitised values are to be shown")
 
 
@@ -422,6 +423,9 @@ def _page(
         "curves.html.j2",
         title=_title(about, card),
         about=about,
+        beyond_paper=text.listing(
+            [card.models[name].label for name in models if card.models[name].architecture not in about.architectures]
+        ),
         card=card,
         keys=json.dumps(dict(keys), sort_keys=True, ensure_ascii=False),
         sections=sections,

@@ -17,6 +17,7 @@ class About:
         methods: by the digitised values' method, the arm it is.
         source: where the digitised values were read, for readers.
         steps: post-training steps in the paper by architecture; under "" for any other, None where they are given in tokens.
+        architectures: those the paper's figure shows.
         remark: what the page says of the paper's own finding where no values are digitised.
     """
 
@@ -26,6 +27,7 @@ class About:
     methods: Mapping[str, str]
     source: str
     steps: Mapping[str, int | None]
+    architectures: tuple[str, ...]
     remark: str = ""
 
 
@@ -40,6 +42,7 @@ FIGURES: dict[str, About] = {
         methods={"base": "base", "SP500": "state_passing"},
         source="Fig. 1 (top, Mamba-2 panels)",
         steps={"mamba1": 1000, "": 500},
+        architectures=("mamba1", "mamba2", "gla"),
         remark=(
             "In the paper Mamba-1, Mamba-2 and GLA all lose their perplexity beyond the training length, and state passing keeps it "
             "flat to 131,072 positions; only the Mamba-2 panels were digitised."
@@ -61,6 +64,7 @@ FIGURES: dict[str, About] = {
         },
         source="Fig. 5, 100-step panels",
         steps={"": 100},
+        architectures=("mamba2",),
     ),
     "fig10": About(
         title="Does state passing repair RWKV-6?",
@@ -72,6 +76,7 @@ FIGURES: dict[str, About] = {
         methods={},
         source="Fig. 10",
         steps={"": None},
+        architectures=("rwkv6",),
         remark=(
             "The paper's Fig. 10 shows a 70M RWKV-v6 trained on 256 tokens at a time that fails beyond them, and holds after 250M tokens "
             "of state passing; its values were not digitised."

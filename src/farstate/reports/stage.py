@@ -53,6 +53,7 @@ def _context(about: About, report: dict[str, Any], manifest: dict[str, Any]) -> 
             "parameters_without_embeddings": sizes["parameters_without_embeddings"],
             "training_tokens": label["training_tokens"],
             "context": label["context"],
+            "architecture": label["architecture"],
             "paper_model": report["paper_models"].get(name) if report["paper_values"] else None,
         }
     posttrain = report["posttrain"]
