@@ -11,7 +11,7 @@ and F = k exp(−s), and K-vectors sum_0, square_0 of the rows of the state S_0 
     ‖S_i‖²   = e_i² · square_0 + Σ_{j≤i} e_i² · (2 F_j R_j)
     Σ S_i    = e_i · sum_0 + Σ_{j≤i} (e_i · F_j) Σ v_j
 
-which are matrix products over the chunk. They need a range: where a chunk would fade below exp(−30), shorter ones are tried, and
+from matrix products and cumulative sums over the chunk. They need a range: where a chunk would fade below exp(−30), shorter ones are tried, and
 if even those of 8 steps do, exponents of differences take the place of products, one lag after the other. Shapes:
 
     k, log_decay g, read (B, T, H, K) · v (B, T, H, V) · diagonal (B, T, H) · initial_state (B, H, K, V)
@@ -91,33 +91,38 @@ def _factored(
     s = g.cumsum(3)
     e, f = torch.exp(s), torch.exp(-s)
     F_k = k * f
-    states = torch.matmul(F_k.mT, v)
-    end = e[..., -1, :]
-    for c in range(states.shape[0]):
-        states[c] += initial_state if c == 0 else states[c - 1]
-        states[c] *= end[c].unsqueeze(-1)
-    entering = torch.cat([initial_state.unsqueeze(0), states[:-1]])
+    # before[c] enters chunk c.
+    before = k.new_empty(len(k) + 1, *initial_state.shape)
+    before[0] = initial_state
+    torch.matmul(F_k.mT, v, out=before[1:])
+    end = e[..., -1:, :].mT
+    for c in range(len(k)):
+        before[c + 1].add_(before[c]).mul_(end[c])
+    entering = before[:-1]
 
     G = torch.matmul(v, v.mT).tril_()
     G.diagonal(dim1=-2, dim2=-1).mul_(0.5)
-    R = torch.matmul(G, F_k)
-    R += torch.matmul(v, entering.mT)
+    R = _sum_of_products(G, F_k, v, entering.mT)
     added = R.mul_(F_k).mul_(2.0)
-    squared = e.square()
-    written = v.sum(-1, keepdim=True)
-    within = torch.matmul(e, F_k.mT).tril_()
-    sums = torch.matmul(within, written) + torch.matmul(e, entering.sum(-1, keepdim=True))
-    squares = torch.matmul(squared, added.mT).tril_().sum(-1, keepdim=True)
-    squares += torch.matmul(squared, entering.square().sum(-1, keepdim=True))
+    written = F_k * v.sum(-1, keepdim=True)
+    sums = written.cumsum(3).add_(entering.sum(-1).unsqueeze(-2)).mul_(e).sum(-1)
+    squares = added.cumsum(3).add_(entering.square().sum(-1).unsqueeze(-2)).mul_(e).mul_(e).sum(-1)
     y = None
     if read is not None:
         reading = read * (e if diagonal is None else torch.exp(s - g))
         A = torch.matmul(reading, F_k.mT).tril_(0 if diagonal is None else -1)
         if diagonal is not None:
             A.diagonal(dim1=-2, dim2=-1).copy_(diagonal.squeeze(-1))
-        y = torch.matmul(A, v)
-        y += torch.matmul(reading, entering)
-    return sums.squeeze(-1), squares.squeeze(-1), states, y
+        y = _sum_of_products(A, v, reading, entering)
+    return sums, squares, before, y
+
+
+def _sum_of_products(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """a b + c d, matrices in the last two dimensions, without a pass of its own for the sum."""
+    found = torch.matmul(a, b)
+    flat = found.flatten(0, -3)
+    flat.baddbmm_(c.flatten(0, -3), d.flatten(0, -3))
+    return found
 
 
 def _by_lags(k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
