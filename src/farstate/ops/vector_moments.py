@@ -11,8 +11,8 @@ and F = k exp(−s), and K-vectors sum_0, square_0 of the rows of the state S_0 
     ‖S_i‖²   = e_i² · square_0 + Σ_{j≤i} e_i² · (2 F_j R_j)
     Σ S_i    = e_i · sum_0 + Σ_{j≤i} (e_i · F_j) Σ v_j
 
-from matrix products and cumulative sums over the chunk. They need a range: where a chunk would fade below exp(−30), shorter ones are tried, and
-if even those of 8 steps do, exponents of differences take the place of products, one lag after the other. Shapes:
+from matrix products and cumulative sums over the chunk. They need a range: where a chunk would fade below exp(−30), shorter ones
+are tried, and if even those of 8 steps do, exponents of differences take the place of products, one lag after the other. Shapes:
 
     k, log_decay g, read (B, T, H, K) · v (B, T, H, V) · diagonal (B, T, H) · initial_state (B, H, K, V)
 """
