@@ -1,7 +1,7 @@
 # make env    build the environment (.venv)
 # make demo   run the whole pipeline on the embedded text and say where the page is
 # make test   gates (format, lint, types) and the whole test suite
-# make bench  the benchmarks: ratios against what a user would pick instead
+# make bench  the benchmarks: ratios against what a user would pick instead (with a GPU: python benchmarks/gpu.py)
 # make graph  draw the rule graph of the README
 # make schema regenerate config/params.schema.json and docs/parameters.md
 
@@ -44,6 +44,8 @@ gates: env
 
 bench: env
 	python benchmarks/training_step.py
+	python benchmarks/recurrences.py
+	python benchmarks/state_moments.py
 	python benchmarks/tokenisation.py
 	python benchmarks/long_evaluation.py
 	python benchmarks/dry_run.py
