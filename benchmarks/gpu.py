@@ -5,8 +5,8 @@
 
 First, on small inputs, the largest error of every operation on every backend that is installed, and of every kernel, against the
 sequential definition in float64. Then times, forward and forward + backward, at realistic sizes with half-precision inputs; the
-ratio is to the vendor's time, where there is one. What is not installed is named with the reason. When the budget is used up, what
-is left is named as well. A failed check makes the exit status 1; without a GPU it is 2.
+ratio is to the vendor's time, where there is one. What is not installed is named with the reason. When the budget is used up,
+what is left is named as well. A failed check makes the exit status 1; without a GPU it is 2.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/state_moments.py [--threads 1] [--repeats 9] [--long] [--json FILE]
 
 Every registered architecture, at the demo's sizes and at width 256, with and without recording, in alternation. Times are those
-of the processor, which a busy machine distorts less than the clock's; the ratio of each pair is taken before the median. With --long one recurrence of 131,072 steps shows by how
-much float32 has drifted from float64.
+of the processor, which a busy machine distorts less than the clock's; the ratio of each pair is taken before the median. With
+--long one recurrence of 131,072 steps shows by how much float32 has drifted from float64.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     u_t = weight_t v_t                                       Mamba-2, GLA, RWKV-6
     u_t = weight_t (v_t − (diag(exp g_t) S_{t−1})ᵀ k_t)      DELTA: Gated DeltaNet
 
-Given k and the decays the columns of S do not know of each other. A program takes one batch row, one head and BLOCK_V columns, all K
-rows of them, and walks through time; its state never leaves the registers. So decays of any strength are safe and nothing
-drifts: the numbers are those of the definition (`farstate.ops.state_moments.naive`). Partial sums of the programs of a head are added
-afterwards. Offsets into time and batch are 64-bit.
+Given k and the decays the columns of S do not know of each other. A program takes one batch row, one head and BLOCK_V columns,
+all K rows of them, and walks through time; its state never leaves the registers. So decays of any strength are safe and nothing
+drifts: the numbers are those of the definition (`farstate.ops.state_moments.naive`). Partial sums of the programs of a head are
+added afterwards. Offsets into time and batch are 64-bit.
 """
 
 from __future__ import annotations

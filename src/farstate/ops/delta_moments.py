@@ -3,9 +3,9 @@
     u_t = β_t (v_t − exp(g_t) S_{t−1}ᵀ k_t)
     S_t = exp(g_t) S_{t−1} + k_t u_tᵀ
 
-What is written, u, depends on what the state recalls; the chunked form (`gated_delta_chunks`) finds it for all steps of a chunk and
-keeps it for its backward pass, with N = K Kᵀ ∘ D below the diagonal and the states that enter the chunks. From there on it is the
-scalar case: step t adds u_t · (2 S_tᵀ k_t − ‖k_t‖² u_t) to ‖S‖², and that sum over a chunk is
+What is written, u, depends on what the state recalls; the chunked form (`gated_delta_chunks`) finds it for all steps of a chunk
+and keeps it for its backward pass, with N = K Kᵀ ∘ D below the diagonal and the states that enter the chunks. From there on it is
+the scalar case: step t adds u_t · (2 S_tᵀ k_t − ‖k_t‖² u_t) to ‖S‖², and that sum over a chunk is
 
     U · (2 (N + ½ diag ‖k‖²) U + 2 e^s K S)
 

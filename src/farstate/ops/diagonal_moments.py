@@ -6,12 +6,18 @@ where they lie, two passes more over each. Shapes as in `selective_scan`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from farstate.ops import selective_scan
 from farstate.ops.precision import compute_dtype, without_autocast
 from farstate.ops.scalar_moments import Scan
+
+_STEPS = 16
+# Of the states of one step of a tile: two tensors of 16 such steps stay in the cache.
+_ENTRIES = 1 << 15
 
 
 @torch.no_grad()
@@ -32,22 +38,44 @@ def diagonal_decay(
     sums, squares = (torch.empty(x.shape, dtype=dtype, device=x.device) for _ in range(2))
     y = None if read is None else torch.empty_like(sums)
     final = x.new_empty(batch, width, size)
-    length = selective_scan._chunk_length(x, size)
+    # Time outermost, so that a step is one dense piece; channels innermost, so that sums over n add long vectors.
+    A = A.t().contiguous().mul_(math.log2(math.e))
     with without_autocast(x.device):
-        work = selective_scan._work(x, size, length, 2)
-        for rows, channels in selective_scan._tiles(x, size):
-            part = (rows, slice(None), channels)
-            tile = selective_scan._Tile(x[part], dt[part], A[channels], B[rows], C[rows], length, work)
-            state = tile.state(None if initial_state is None else initial_state[rows, channels])
-            for start in range(0, time, length):
-                chunk = slice(start, min(start + length, time))
-                steps = tile.run(chunk, state)[0].shape[0]
-                states = tile.buffers[1][:steps]
+        for rows, channels in _tiles(x, size):
+            A_tile = A[:, channels]
+            state = x.new_zeros(rows.stop - rows.start, size, A_tile.shape[1])
+            if initial_state is not None:
+                state.copy_(initial_state[rows, channels].mT)
+            work = x.new_empty(2, min(_STEPS, time), *state.shape)
+            for start in range(0, time, _STEPS):
+                chunk = slice(start, min(start + _STEPS, time))
                 here = (rows, chunk, channels)
+                decay, states = work[:, : chunk.stop - start]
+                dt_here = dt[here].transpose(0, 1).contiguous()
+                torch.mul(dt_here.unsqueeze(2), A_tile, out=decay).exp2_()
+                torch.mul(
+                    (dt_here * x[here].transpose(0, 1)).unsqueeze(2), B[rows, chunk].transpose(0, 1).unsqueeze(3), out=states
+                )
+                before = state
+                for decay_t, state_t in zip(decay.unbind(0), states.unbind(0), strict=True):
+                    before = state_t.addcmul_(decay_t, before)
+                state.copy_(before)
                 if y is not None:
-                    y[here] = selective_scan._over_states(tile.C[chunk], states).transpose(0, 1)
+                    vectors = C[rows, chunk].transpose(0, 1).reshape(-1, 1, size)
+                    y[here] = torch.bmm(vectors, states.flatten(0, 1)).view(dt_here.shape).transpose(0, 1)
                 sums[here] = states.sum(2).transpose(0, 1)
-                state.copy_(states[-1])
                 squares[here] = states.square_().sum(2).transpose(0, 1)
             final[rows, channels] = state.mT
     return Scan(sums, squares, final, y)
+
+
+def _tiles(x: Tensor, state_size: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and channels, all independent of each other, that run together; a GPU takes them all."""
+    batch, _, width = x.shape
+    channels = rows = max(batch, width)
+    if x.device.type == "cpu":
+        channels = min(width, max(1, _ENTRIES // state_size))
+        rows = max(1, _ENTRIES // (channels * state_size))
+    for row in range(0, batch, rows):
+        for channel in range(0, width, channels):
+            yield slice(row, min(row + rows, batch)), slice(channel, min(channel + channels, width))

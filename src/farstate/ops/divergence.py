@@ -7,8 +7,8 @@ With l = W h and l' = W' h' over the vocabulary, q = softmax(l), q' = softmax(l'
     cosine distance    1 − Σ q q' / (‖q‖ ‖q'‖)                                       in [0, 1]
 
 `naive` is these definitions with full rows of logits. `streamed` computes the logits twice, a block of the vocabulary at a time:
-first z = log Σ exp l and n = log (Σ exp 2l)^½, then, with d = (l − z) − (l' − z') and a = |d|, sums of terms that are never negative
-and all zero where the two agree:
+first z = log Σ exp l and n = log (Σ exp 2l)^½, then, with d = (l − z) − (l' − z') and a = |d|, sums of terms that are never
+negative and all zero where the two agree:
 
     |q − q'|                        = max(q, q') (1 − e^−a)
     ½ q log(q/m) + ½ q' log(q'/m)   = m φ(a),   φ(a) = log 2 − log(1 + e^−a) − a e^−a / (1 + e^−a)

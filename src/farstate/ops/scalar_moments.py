@@ -3,9 +3,9 @@
     S_t = exp(g_t) S_{t−1} + weight_t x_t k_tᵀ
     y_t = S_t read_t
 
-What each step adds to ‖S‖² is u_t · (2 S_t k_t − ‖k_t‖² u_t). Within a chunk that is a row of the lower triangle of K Kᵀ with half
-its diagonal, times the inputs, so that the squared norms of u and k need no pass of their own; from before the chunk it is k_t read
-from the state that entered. Shapes:
+What each step adds to ‖S‖² is u_t · (2 S_t k_t − ‖k_t‖² u_t). Within a chunk that is a row of the lower triangle of K Kᵀ with
+half its diagonal, times the inputs, so that the squared norms of u and k need no pass of their own; from before the chunk it is
+k_t read from the state that entered. Shapes:
 
     x (B, T, H, P) · k, read (B, T, G, N), H divisible by G · log_decay g, weight (B, T, H) · initial_state (B, H, P, N)
 """

@@ -3,9 +3,9 @@
     S_t = diag(exp g_t) S_{t−1} + k_t v_tᵀ
     o_t = S_tᵀ read_t, or with `diagonal`: S_{t−1}ᵀ read_t + diagonal_t v_t
 
-Every row of the state is a recurrence of its own. What step t adds to ‖S[n, :]‖² is k_t[n] · (2 S_t[n, :] · v_t − k_t[n] ‖v_t‖²): the
-state read with v, so that the decays stand on the side of the result. With s the log decays from the start of a chunk, e = exp(s)
-and F = k exp(−s), and K-vectors sum_0, square_0 of the rows of the state S_0 that enters,
+Every row of the state is a recurrence of its own. What step t adds to ‖S[n, :]‖² is k_t[n] · (2 S_t[n, :] · v_t − k_t[n] ‖v_t‖²):
+the state read with v, so that the decays stand on the side of the result. With s the log decays from the start of a chunk, e =
+exp(s) and F = k exp(−s), and K-vectors sum_0, square_0 of the rows of the state S_0 that enters,
 
     R_j      = S_0 v_j + Σ_{l<j} F_l (v_l · v_j) + ½ F_j ‖v_j‖²
     ‖S_i‖²   = e_i² · square_0 + Σ_{j≤i} e_i² · (2 F_j R_j)
