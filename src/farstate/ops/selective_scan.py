@@ -194,6 +194,8 @@ class _Tile:
         shape = (length, self.rows, self.state_size, self.channels)
         self.buffers = [memory[: math.prod(shape)].view(shape) for memory in work]
         self.steps = [buffer.unbind(0) for buffer in self.buffers]
+        # Kept too: fresh memory is far slower than what is in the cache, and these are too large for the allocator to keep.
+        self.vectors = x.new_empty(5, length, self.rows, self.channels)
 
     def state(self, value: Tensor | None) -> Tensor:
         """A copy of `value`, (b, d, N), as (b, N, d), or zeros."""
@@ -205,8 +207,8 @@ class _Tile:
 
         Returns dt and dt x, (q, b, d), dense.
         """
-        dt = self.dt[chunk].contiguous()
-        u = dt * self.x[chunk]
+        dt, u = self.vectors[:2, : chunk.stop - chunk.start]
+        torch.mul(dt.copy_(self.dt[chunk]), self.x[chunk], out=u)
         decay, states = (buffer[: dt.shape[0]] for buffer in self.buffers[:2])
         torch.mul(dt.unsqueeze(2), self.A_log2, out=decay)
         torch.exp2(decay, out=decay)
@@ -217,15 +219,17 @@ class _Tile:
         return dt, u
 
 
-def _over_states(coefficients: Tensor, states: Tensor) -> Tensor:
-    """Σ_n coefficients[n] states[n, d]: (q, b, N), (q, b, N, d) → (q, b, d)."""
-    return torch.bmm(coefficients.reshape(-1, 1, states.shape[2]), states.flatten(0, 1)).view(*states.shape[:2], -1)
+def _over_states(coefficients: Tensor, states: Tensor, out: Tensor) -> Tensor:
+    """Σ_n coefficients[n] states[n, d]: (q, b, N), (q, b, N, d) → `out`, (q, b, d), dense."""
+    rows = out.view(-1, 1, out.shape[2])
+    torch.bmm(coefficients.reshape(-1, 1, states.shape[2]), states.flatten(0, 1), out=rows)
+    return out
 
 
 def _over_channels(vectors: Tensor, states: Tensor) -> Tensor:
-    """Σ_d vectors[d] states[n, d]: (q, b, d), (q, b, N, d) → (q, b, N)."""
+    """Σ_d vectors[d] states[n, d]: (q, b, d), dense, (q, b, N, d) → (q, b, N)."""
     # The vector on the left: on the right the same product takes ten times as long.
-    return torch.bmm(vectors.reshape(-1, 1, states.shape[3]), states.flatten(0, 1).mT).view(*states.shape[:2], -1)
+    return torch.bmm(vectors.view(-1, 1, states.shape[3]), states.flatten(0, 1).mT).view(*states.shape[:2], -1)
 
 
 class _SelectiveScan(torch.autograd.Function):
@@ -259,7 +263,8 @@ class _SelectiveScan(torch.autograd.Function):
                         entering[number, rows, :, channels] = state
                     steps = tile.run(chunk, state)[0].shape[0]
                     states = tile.buffers[1][:steps]
-                    y[rows, chunk, channels] = _over_states(tile.C[chunk], states).transpose(0, 1)
+                    y_c = _over_states(tile.C[chunk], states, tile.vectors[2, :steps])
+                    y[rows, chunk, channels] = y_c.transpose(0, 1)
                     state.copy_(states[-1])
                 final[rows, channels] = state.mT
             if D is not None:
@@ -294,7 +299,9 @@ class _SelectiveScan(torch.autograd.Function):
                     before = entering[number, rows, :, channels]
                     dt_c, u = tile.run(chunk, before)
                     decay, states, dstates = (buffer[: dt_c.shape[0]] for buffer in tile.buffers)
-                    x_c, dy_c = tile.x[chunk], dy[here].transpose(0, 1)
+                    x_c = tile.x[chunk]
+                    dy_c, du, other = tile.vectors[2:, : dt_c.shape[0]]
+                    dy_c.copy_(dy[here].transpose(0, 1))
                     dC[chunk, rows] += _over_channels(dy_c, states)
 
                     # 1. h_t is read by y_t, and by h_{t+1}.
@@ -308,12 +315,13 @@ class _SelectiveScan(torch.autograd.Function):
 
                     # 2. Increments u ⊗ B with u = dt x.
                     dB[chunk, rows] += _over_channels(u, dstates)
-                    du = _over_states(tile.B[chunk], dstates)
-                    dx_c = du * dt_c
-                    if D is not None and dD is not None:
+                    _over_states(tile.B[chunk], dstates, du)
+                    dx_c = torch.mul(du, dt_c, out=other)
+                    if D is not None:
                         dx_c.addcmul_(dy_c, D[channels])
-                        dD[channels] += (dy_c * x_c).sum((0, 1))
                     dx[here] = dx_c.transpose(0, 1)
+                    if dD is not None:
+                        dD[channels] += torch.mul(dy_c, x_c, out=other).sum((0, 1))
 
                     # 3. ∂/∂(dt A)_t = dh_t · decay_t · h_{t−1}, in the place of the decays; it sums over n to the gradient of dt,
                     #    over time and rows to that of A.
@@ -321,7 +329,7 @@ class _SelectiveScan(torch.autograd.Function):
                     decay[1:] *= states[:-1]
                     decay[0] *= before
                     torch.mul(decay, tile.A, out=states)
-                    ddt[here] = states.sum(2).addcmul_(du, x_c).transpose(0, 1)
+                    ddt[here] = torch.sum(states, dim=2, out=other).addcmul_(du, x_c).transpose(0, 1)
                     decay *= dt_c.unsqueeze(2)
                     dA[:, channels] += decay.sum((0, 1))
                 if dinitial is not None:
