@@ -3,8 +3,8 @@
 The definition and the formulas are in `farstate.ops.divergence`. Logits exist as tiles of BLOCK_T tokens × BLOCK_V rows of the
 head in registers. A program has some tokens and a part of the vocabulary, so that few tokens still fill a GPU; two launches:
 
-1. `divergence_normalizers_fwd_kernel`: of either distribution, largest logit, Σ exp(l − largest), Σ exp 2(l − largest) over the
-part.
+1. `divergence_normalizers_fwd_kernel`: of either distribution, over the part, the largest logit, Σ exp(l − largest) and
+   Σ exp 2(l − largest).
    Their combination over the parts, log Σ exp l and log (Σ exp 2l)^½, is a few numbers a token.
 2. `divergence_distances_fwd_kernel`: the logits again, and the three sums over the part, added up afterwards.
 
