@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 env: .venv/.complete
 
-.venv/.complete: requirements.txt requirements-kernels.txt constraints.txt pyproject.toml
+.venv/.complete: requirements.txt requirements-kernels.txt constraints.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Farstate needs Python 3.11 or newer (found %d.%d): make env PYTHON=/path/to/python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
