@@ -173,7 +173,9 @@ class Recipe(Strict):
     final_learning_rate: NonNegativeFloat = 1e-5
     warmup: Probability = Field(0.1, description="share of the steps with a linear warm-up, then cosine")
     betas: tuple[Probability, Probability] = (0.9, 0.95)
-    weight_decay: NonNegativeFloat = Field(0.1, description="AdamW; none on norms, biases, and what sets the decays (A_log, dt_bias …) [assumed]")
+    weight_decay: NonNegativeFloat = Field(
+        0.1, description="AdamW; none on norms, biases, and what sets the decays (A_log, dt_bias …) [assumed]"
+    )
     gradient_clip: PositiveFloat = 1.0
     precision: Literal["float32", "bf16-mixed"] = "float32"
 
@@ -224,7 +226,9 @@ class Pretrain(Strict):
 
 
 class _Carried(Strict):
-    carry_auxiliary: bool = Field(True, description="convolution, token-shift and attention-cache states travel with the recurrent state [assumed]")
+    carry_auxiliary: bool = Field(
+        True, description="convolution, token-shift and attention-cache states travel with the recurrent state [assumed]"
+    )
 
 
 class ZeroInit(Strict):
@@ -245,7 +249,9 @@ class StatePassing(_Carried):
     initial_state: Literal["state_passing"]
     reset_probability: Probability = Field(0.1, description="chance of a zero state")
     reset_unit: Literal["sequence", "batch"] = Field("sequence", description="what one draw resets [assumed]")
-    reset_auxiliary: bool = Field(True, description="a reset clears convolution, token-shift and attention-cache states too [assumed]")
+    reset_auxiliary: bool = Field(
+        True, description="a reset clears convolution, token-shift and attention-cache states too [assumed]"
+    )
     previous: Literal["batch", "micro_batch"] = Field(
         "batch", description="whose final states are passed under gradient accumulation [assumed]"
     )
