@@ -85,6 +85,18 @@ def test_a_named_backend_runs_and_is_recorded(operation: str, backend: str) -> N
     assert selection.record() == {operation: {"requested": backend, "resolved": {backend: "chosen in the settings"}}}
 
 
+@pytest.mark.parametrize("backend", ["naive", "chunked"])
+@pytest.mark.parametrize("operation", backends.OPERATIONS)
+def test_autocast_does_not_reach_into_a_recurrence(operation: str, backend: str) -> None:
+    function, inputs = backends.load(operation, backend), given(operation)
+    expected = function(**inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = function(**inputs)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
+
+
 def test_nothing_is_recorded_of_what_did_not_run() -> None:
     with backends.use("fla") as selection:
         pass

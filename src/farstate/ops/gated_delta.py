@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farstate.ops.gated_delta_chunks import GatedDelta
-from farstate.ops.precision import compute_dtype
+from farstate.ops.precision import compute_dtype, without_autocast
 
 
 def naive(
@@ -49,12 +49,13 @@ def naive(
     state = v.new_zeros(batch, heads, keys, v.shape[-1], dtype=dtype) if initial_state is None else initial_state.to(dtype)
     outputs = []
     # Unbound rather than indexed: the gradient of an index is as large as the whole sequence.
-    for q_t, k_t, v_t, g_t, beta_t in zip(*(t.to(dtype).unbind(dim=1) for t in (q, k, v, log_decay, beta)), strict=True):
-        decayed = torch.exp(g_t)[..., None, None] * state
-        recalled = torch.einsum("bhkv,bhk->bhv", decayed, k_t)
-        written = beta_t.unsqueeze(-1) * (v_t - recalled)
-        state = decayed + torch.einsum("bhk,bhv->bhkv", k_t, written)
-        outputs.append(scale * torch.einsum("bhkv,bhk->bhv", state, q_t))
+    with without_autocast(q.device):
+        for q_t, k_t, v_t, g_t, beta_t in zip(*(t.to(dtype).unbind(dim=1) for t in (q, k, v, log_decay, beta)), strict=True):
+            decayed = torch.exp(g_t)[..., None, None] * state
+            recalled = torch.einsum("bhkv,bhk->bhv", decayed, k_t)
+            written = beta_t.unsqueeze(-1) * (v_t - recalled)
+            state = decayed + torch.einsum("bhk,bhv->bhkv", k_t, written)
+            outputs.append(scale * torch.einsum("bhkv,bhk->bhv", state, q_t))
     return torch.stack(outputs, dim=1).to(out_dtype), state
 
 

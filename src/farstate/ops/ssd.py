@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farstate.ops.precision import compute_dtype
+from farstate.ops.precision import compute_dtype, without_autocast
 from farstate.ops.ssd_factored import FactoredSSD, smallest_log_decay
 from farstate.ops.ssd_masked import MaskedSSD
 
@@ -45,10 +45,11 @@ def naive(
     state = x.new_zeros(batch, heads, channels, state_size) if initial_state is None else initial_state.to(dtype)
     outputs = []
     # `unbind`: the gradient of an index into time would be a tensor over all of time, for every step.
-    for x_t, dt_t, B_t, C_t in zip(*(t.unbind(1) for t in (x, dt, B, C)), strict=True):
-        increment = torch.einsum("bh,bhp,bhn->bhpn", dt_t, x_t, B_t)
-        state = torch.exp(dt_t * A)[..., None, None] * state + increment
-        outputs.append(torch.einsum("bhpn,bhn->bhp", state, C_t))
+    with without_autocast(x.device):
+        for x_t, dt_t, B_t, C_t in zip(*(t.unbind(1) for t in (x, dt, B, C)), strict=True):
+            increment = torch.einsum("bh,bhp,bhn->bhpn", dt_t, x_t, B_t)
+            state = torch.exp(dt_t * A)[..., None, None] * state + increment
+            outputs.append(torch.einsum("bhpn,bhn->bhp", state, C_t))
     y = torch.stack(outputs, dim=1)
     if D is not None:
         y = y + D.to(dtype)[:, None] * x
