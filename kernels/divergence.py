@@ -171,6 +171,8 @@ def fused(
     width, vocabulary = hidden.shape[-1], vocabulary_size or head_weight.shape[0]
     h, other = hidden.reshape(-1, width), other_hidden.reshape(-1, width)
     tokens = h.shape[0]
+    if tokens == 0:
+        return Divergence(*torch.empty(3, *hidden.shape[:-1], device=h.device))
     part, parts = _parts(tokens, vocabulary, hidden.device)
     grid = (triton.cdiv(tokens, TILE["BLOCK_T"]), parts)
     found = []

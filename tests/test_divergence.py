@@ -78,6 +78,23 @@ def test_small_distances_keep_their_digits_in_float32() -> None:
         assert theirs > 0.1
 
 
+def test_the_series_is_long_enough_and_used_far_enough() -> None:
+    """φ in float32 where its series is longest, and where the other formula has the most to cancel."""
+    square = torch.linspace(0.9, 1.1, 20_001, dtype=torch.float64) * divergence.SERIES_BELOW
+    delta = square.sqrt()
+    faded = ((1.0 - delta) / (1.0 + delta)).float()
+    a = -faded.double().log()
+    delta = torch.tanh(a / 2)
+    exact = 0.5 * ((1.0 + delta) * torch.log1p(delta) + (1.0 - delta) * torch.log1p(-delta))
+    relative = divergence.phi(a.float(), faded).double() / exact - 1.0
+    # The mean of many: rounding goes either way, what a series leaves out goes one.
+    below = square < divergence.SERIES_BELOW
+    left_out = relative[(square > 0.99 * divergence.SERIES_BELOW) & below].mean().item()
+    print(f"left out {left_out:.1e}, largest errors {relative[below].abs().max():.1e} and {relative[~below].abs().max():.1e}")
+    assert abs(left_out) <= 5e-8
+    assert relative.abs().max() <= 2e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_distribution_is_at_no_distance_from_itself(dtype: torch.dtype) -> None:
     hidden, _, weight = (t.to(dtype) for t in inputs(tokens=37, width=33, vocabulary=1031))
@@ -138,12 +155,29 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 
 def test_full_logits_never_exist() -> None:
-    tokens, vocabulary = 64, 50_288
+    tokens, vocabulary = 8, 50_288
     hidden, other, weight = (t.float() for t in inputs(tokens=tokens, width=8, vocabulary=vocabulary))
     two_matrices = 2 * tokens * vocabulary * 4
     needed = peak_bytes(lambda: divergence.streamed(hidden, other, weight))
     print(f"{needed / 1e6:.2f} MB beside {two_matrices / 1e6:.1f} MB that two matrices of logits take")
     assert needed < two_matrices / 10
+
+
+@pytest.mark.parametrize("function", [divergence.naive, divergence.streamed])
+def test_inputs_are_not_written_to(function: Callable[..., object]) -> None:
+    for tokens, width, vocabulary in ((5, 12, 301), (1, 1, 1)):
+        hidden, other, weight = (t.float() for t in inputs(tokens=tokens, width=width, vocabulary=vocabulary))
+        for given in ([hidden, other, weight, weight.flip(0)], [t.t().contiguous().t() for t in (hidden, other, weight, weight)]):
+            before, versions = [t.clone() for t in given], [t._version for t in given]
+            function(*given)
+            assert all(torch.equal(now, was) for now, was in zip(given, before, strict=True))
+            assert [t._version for t in given] == versions
+
+
+@pytest.mark.parametrize("function", [divergence.naive, divergence.streamed])
+def test_no_tokens(function: Callable[..., divergence.Divergence]) -> None:
+    hidden, _, weight = inputs()
+    assert all(value.shape == (0, 3) for value in function(hidden.new_empty(0, 3, 12), hidden.new_empty(0, 3, 12), weight))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -66,6 +67,21 @@ def test_near_and_far(apart: float) -> None:
     if apart < 1.0:
         exact = divergence.naive(*(t.double() for t in arguments)).jensen_shannon
         assert ((found.jensen_shannon - exact).abs() / exact).max() <= 0.05
+
+
+def test_the_series_is_long_enough() -> None:
+    """Two symbols whose log probabilities differ by just less than where the series ends."""
+    furthest = 2.0 * math.atanh(divergence.SERIES_BELOW**0.5)
+    hidden = -0.5 * furthest * torch.linspace(0.9, 0.99, 7).unsqueeze(1)
+    arguments = (hidden, -hidden, torch.tensor([[1.0], [-1.0]]))
+    exact = divergence.naive(*(t.double() for t in arguments)).jensen_shannon
+    assert ((kernel.fused(*arguments).jensen_shannon - exact).abs() / exact).max() <= 2e-6
+
+
+def test_no_tokens() -> None:
+    _, _, weight = inputs()
+    found = kernel.fused(weight.new_empty(2, 0, 19), weight.new_empty(2, 0, 19), weight)
+    assert all(value.shape == (2, 0) and value.dtype == torch.float32 for value in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
