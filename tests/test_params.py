@@ -119,6 +119,43 @@ def test_bad_values_get_one_line_with_file_key_and_remedy(case: str, valid: dict
         assert part in message, message
 
 
+def without_window(valid: dict[str, Any], cache: int, arms: list[str], **changes: Any) -> dict[str, Any]:
+    """The tests' parameters with a hybrid whose attention has no window; context 16, 20 steps of 32 rows, 256 positions measured."""
+    shape = {"width": 16, "layers": 2, "state_size": 8, "head_size": 8, "attention_every": 2, "attention_heads": 2}
+    shape |= {"attention_window": None, "attention_cache": cache}
+    data = put(valid, "models.all", {"architecture": "hybrid", "context": 16, "shape": shape})
+    data = put(data, "figures", {"fig5": {"models": ["tiny"], "arms": ["base", "state_passing", "tbtt"]}})
+    data = put(data, "figures.fig1", {"models": ["all"], "arms": ["base", *arms]})
+    for key, value in changes.items():
+        data = put(data, f"posttrain.{key.replace('__', '.')}", value)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("arms", "changes", "needed"),
+    [
+        (["control"], {}, 256),
+        (["state_passing"], {}, 320),
+        (["state_passing"], {"arms__state_passing__previous": "micro_batch", "recipe__micro_batches": 2}, 640),
+        # 16 segments without a reset: once in hundreds of millions of runs.
+        (["state_passing"], {"arms__state_passing__reset_probability": 0.8}, 256),
+        (["state_passing"], {"arms__state_passing__reset_probability": 1.0, "arms__state_passing__reset_auxiliary": False}, 320),
+        (["state_passing"], {"arms__state_passing__carry_auxiliary": False}, 256),
+        (["tbtt"], {}, 256),
+        (["tbtt"], {"stretch_tokens": 300}, 300),
+        (["tbtt"], {"stretch_tokens": None}, 320),
+    ],
+)
+def test_attention_without_a_window_must_fit_its_cache(
+    arms: list[str], changes: dict[str, Any], needed: int, valid: dict[str, Any]
+) -> None:
+    assert validate(without_window(valid, needed, arms, **changes), "my.yaml")
+    with pytest.raises(
+        FarstateError, match=rf"^my\.yaml: models\.all\.shape\.attention_window: .* to {needed} tokens .*= {needed - 1};"
+    ):
+        validate(without_window(valid, needed - 1, arms, **changes), "my.yaml")
+
+
 def test_missing_section(valid: dict[str, Any]) -> None:
     with pytest.raises(FarstateError, match=r"my\.yaml: corpus: missing"):
         validate({key: value for key, value in valid.items() if key != "corpus"}, "my.yaml")

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from farstate.errors import FarstateError, nearest
 from farstate.models.config import Shape
+from farstate.models.hybrid.shape import HybridShape
 from farstate.models.registry import ARCHITECTURES
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -263,6 +264,8 @@ class Tbtt(_Carried):
 
 Arm = Annotated[ZeroInit | RandomNoise | FittedNoise | StatePassing | Tbtt, Field(discriminator="initial_state")]
 _ARM: TypeAdapter[Arm] = TypeAdapter(Arm)
+# How often something may be expected in a run and still be taken for never.
+_NEGLIGIBLE = 1e-6
 ARM_NAMES = ("base", "control", "random_noise", "fitted_noise", "state_passing", "tbtt")
 
 
@@ -428,7 +431,38 @@ class Params(Strict):
             for name in figure.models:
                 if length < self.models[name].context:
                     raise ValueError(f"{key}: {length} is below models.{name}.context = {self.models[name].context}")
+                self._fits_attention_cache(name, figure, length, key)
         return self
+
+    def _fits_attention_cache(self, name: str, figure: Figure, length: int, key: str) -> None:
+        """Attention without a window remembers all tokens since the state was zero: none of the figure's runs may read too many."""
+        spec, recipe = self.models[name], self.posttrain.recipe_of(name)
+        if not isinstance(spec.shape, HybridShape) or spec.shape.attention_window is not None:
+            return
+        cache = spec.shape.attention_cache
+        steps = self.posttrain.steps_of(name, figure)
+        grows = {key: length}
+        for arm_name in figure.arms:
+            arm = self.posttrain.arms.get(arm_name)
+            if not isinstance(arm, StatePassing | Tbtt) or not arm.carry_auxiliary:
+                continue
+            segments = steps
+            if isinstance(arm, StatePassing):
+                segments *= recipe.micro_batches if arm.previous == "micro_batch" else 1
+                # How often a row is expected to go without a reset through all segments that fit, and on into one more.
+                survival = (1.0 - arm.reset_probability if arm.reset_auxiliary else 1.0) ** (cache // spec.context)
+                if survival * segments * (recipe.batch_tokens // spec.context) < _NEGLIGIBLE:
+                    continue
+            tokens = segments * spec.context
+            if isinstance(arm, Tbtt) and self.posttrain.stretch_tokens is not None:
+                tokens = min(tokens, self.posttrain.stretch_tokens)
+            grows[f"posttrain.arms.{arm_name}"] = tokens
+        for reason, tokens in grows.items():
+            if tokens > cache:
+                raise ValueError(
+                    f"models.{name}.shape.attention_window: null lets a state grow to {tokens} tokens ({reason}), more than "
+                    f"attention_cache = {cache}; give a window, or raise attention_cache"
+                )
 
 
 # --- loading ---------------------------------------------------------------------------------------------

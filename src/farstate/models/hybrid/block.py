@@ -59,8 +59,8 @@ class Attention(nn.Module):
         time, length = hidden.shape[1], keys.shape[1]
         if config.attention_window is None and length > config.attention_cache:
             raise FarstateError(
-                f"an attention layer would carry {length} tokens, more than attention_cache = {config.attention_cache}: "
-                "it has no window, and the state was never reset; give attention_window or raise attention_cache"
+                f"an attention layer would carry {length} tokens, more than attention_cache = {config.attention_cache}: it has no "
+                "window, and so many has the oldest row read since its state was zero; give attention_window or raise attention_cache"
             )
         q, rotated = q.to(dtype), keys
         if config.rope_theta is not None:
