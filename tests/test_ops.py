@@ -149,6 +149,27 @@ def test_extreme_decays_in_one_sequence(chunk: int | None, dtype: torch.dtype) -
     )
 
 
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize(
+    ("dt", "D", "time"), [(3.7, None, 128), (1.0, None, 128), (1e-5, 1.0, 256)], ids=["strong", "medium", "hardly any"]
+)
+def test_the_gradient_of_a_decay_is_more_than_rounding(dt: float, D: float | None, time: int, with_state: bool) -> None:
+    """Where a step reads little except its own input, which no decay acts on: relative to the size of each gradient itself."""
+    inputs = ssd_inputs(time=time, heads=2, channels=16, state=16)
+    inputs["dt"] = torch.full_like(inputs["dt"], dt)
+    inputs["A"] = -torch.ones_like(inputs["A"])
+    if D is None:
+        del inputs["D"]
+    if not with_state:
+        del inputs["initial_state"]
+    exact = outputs_and_gradients(ssd.naive, inputs, torch.float64)
+    actual = outputs_and_gradients(ssd.chunked, inputs, torch.float32)
+    for name in ("d A", "d dt"):
+        error = ((actual[name].double() - exact[name]).abs().max() / exact[name].abs().max()).item()
+        print(f"dt {dt}: worst relative error {error:.1e} of {name}")
+        assert error <= 5e-6, name
+
+
 def test_long_sequences_lose_nothing() -> None:
     """Slow decays over 8,192 steps: the error does not grow with the length."""
     inputs = ssd_inputs(batch=1, time=8192, heads=2, seed=5)
