@@ -396,7 +396,7 @@ def test_bad_checkpoints_are_explained_in_a_line(tmp_path: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llama"}')
     refused("unknown architecture 'llama'")
     (folder / "config.json").write_text('{"model_type": "mamba2", "hidden_size": 12}')
-    refused("differs from hidden_size")
+    refused("hidden_size × expand = 24 must be a multiple of head_dim = 64")
 
     save_model(model, folder)
     weights = folder / "model.safetensors"

@@ -73,8 +73,14 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FarstateError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise FarstateError(f"{path}: is a folder, a JSON file is expected") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise FarstateError(f"{path}: damaged, not JSON ({error}); delete it and run again") from None
+    except RecursionError:
+        raise FarstateError(f"{path}: damaged, JSON nested too deeply to be read") from None
+    except ValueError:  # Python bounds the digits of an integer that is read
+        raise FarstateError(f"{path}: damaged, a number in it has thousands of digits") from None
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:

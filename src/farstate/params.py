@@ -339,6 +339,13 @@ class Figure(Strict):
     steps: PositiveInt | None = Field(None, description="post-training steps of this figure's arms; null: posttrain.steps")
     length: Annotated[int, Field(ge=2)] | None = Field(None, description="positions measured; null: evaluate.length")
 
+    @field_validator("models", "arms")
+    @classmethod
+    def _distinct(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := next((name for number, name in enumerate(names) if name in names[:number]), None):
+            raise ValueError(f"'{twice}' is named twice")
+        return names
+
 
 class Figures(Strict):
     """What is computed is what some figure shows; a figure left out is not drawn."""
@@ -409,20 +416,22 @@ class Params(Strict):
             stretch = self.posttrain.stretch_tokens
             if stretch is not None and stretch < spec.context:
                 raise ValueError(f"posttrain.stretch_tokens: {stretch} is below models.{name}.context = {spec.context}")
-            recipes = [("posttrain", self.posttrain.recipe_of(name))]
+            phases: list[tuple[str, Pretrain | Posttrain]] = [("posttrain", self.posttrain)]
             if spec.checkpoint is None:
-                recipes.append(("pretrain", self.pretrain.recipe_of(name)))
-            for phase, recipe in recipes:
+                phases.append(("pretrain", self.pretrain))
+            for phase, given in phases:
+                recipe = given.recipe_of(name)
                 part = spec.context * recipe.micro_batches
                 if recipe.batch_tokens % part:
                     raise ValueError(
-                        f"{phase}.recipe.batch_tokens: {recipe.batch_tokens} is not a multiple of models.{name}.context × "
-                        f"{phase}.recipe.micro_batches = {part}"
+                        f"{_origin_of(phase, given, name, 'recipe.batch_tokens')}: {recipe.batch_tokens} is not a multiple of "
+                        f"models.{name}.context × {_origin_of(phase, given, name, 'recipe.micro_batches')} = {part}"
                     )
-            tokens = self.pretrain.tokens_of(name)
-            if spec.checkpoint is None and tokens < self.pretrain.recipe_of(name).batch_tokens:
+            tokens, batch = self.pretrain.tokens_of(name), self.pretrain.recipe_of(name).batch_tokens
+            if spec.checkpoint is None and tokens < batch:
                 raise ValueError(
-                    f"pretrain.tokens: {tokens} is less than one batch of {self.pretrain.recipe_of(name).batch_tokens}, for '{name}'"
+                    f"{_origin_of('pretrain', self.pretrain, name, 'tokens')}: {tokens} is less than one batch of {batch}, "
+                    f"{_origin_of('pretrain', self.pretrain, name, 'recipe.batch_tokens')}, for '{name}'"
                 )
         for figure_name, figure in self.figures.given().items():
             length, key = self.evaluate.length, "evaluate.length"
@@ -465,6 +474,14 @@ class Params(Strict):
                 )
 
 
+def _origin_of(phase: str, given: Pretrain | Posttrain, model: str, key: str) -> str:
+    """The dotted key under which a model's value is written: its own, or that of all models."""
+    value: Any = given.by_model.get(model)
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return f"{phase}.{key}" if value is None else f"{phase}.by_model.{model}.{key}"
+
+
 # --- loading ---------------------------------------------------------------------------------------------
 
 
@@ -485,6 +502,8 @@ def validate(data: dict[str, Any], where: str) -> Params:
         return Params.model_validate(as_written(data))
     except ValidationError as error:
         raise FarstateError(_one_line(error, where, data)) from None
+    except OverflowError:
+        raise FarstateError(f"{where}: models: sizes beyond what can be computed with") from None
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -537,6 +556,8 @@ def _same(ours: Any, theirs: Any, path: str, key: str) -> None:
     elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
         for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
             _same(mine, other, path, f"{key}[{number}]")
+    elif isinstance(ours, float) and ours != ours:
+        raise FarstateError(f"{path}: {key}: nan is not allowed")
     elif type(ours) is not type(theirs) or (ours != theirs and ours is not theirs):
         raise FarstateError(
             f"{path}: {key}: read as {ours!r} by YAML 1.1 and as {theirs!r} by YAML 1.2 (DVC); "

@@ -17,6 +17,8 @@ from farstate.errors import FarstateError, nearest
 from farstate.ops.backends import Backend
 from farstate.params import merge, read_yaml
 
+_SHOWN = 80
+
 Threads = Annotated[int, Field(ge=1)]
 
 
@@ -60,7 +62,12 @@ def current_settings() -> tuple[Settings, bool]:
     given = os.environ.get("FARSTATE_SETTINGS")
     if given is None:
         return load_settings(Path("config/settings.yaml")), False
-    data = json.loads(given)
+    try:
+        data = json.loads(given)
+    except (ValueError, RecursionError):
+        raise FarstateError(f"FARSTATE_SETTINGS: not JSON: {given[:_SHOWN]!r}; unset it to use config/settings.yaml") from None
+    if not isinstance(data, dict):
+        raise FarstateError(f"FARSTATE_SETTINGS: a JSON object is expected, found {given[:_SHOWN]!r}")
     verify = bool(data.pop("verify", False))
     return _validate(data, "FARSTATE_SETTINGS"), verify
 

@@ -115,7 +115,10 @@ def _sound(records: Records, corpus: Corpus, tally: _Tally) -> Iterator[Record]:
         if isinstance(record, Record):
             yield record
         elif corpus.damaged_records == "stop":
-            raise FarstateError(f"{record.message}; or leave such records out and count them: corpus.damaged_records: skip")
+            remedy = f"; {record.remedy}" if record.remedy else ""
+            raise FarstateError(
+                f"{record.message}{remedy}; or leave such records out and count them: corpus.damaged_records: skip"
+            )
         else:
             tally.skipped[record.reason] += 1
 

@@ -40,10 +40,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A record that cannot be read: a word for the counts, and a sentence that names file, record and problem."""
+    """A record that cannot be read: a word for the counts, a sentence that names file, record and problem, and what helps in a corpus."""
 
     reason: str
     message: str
+    remedy: str | None = None
 
 
 Records = Generator[Record | Damage, None, None]
@@ -131,7 +132,9 @@ def decode_plain(data: bytes, encodings: Sequence[str], title: str, where: str) 
         else:
             return _record(text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n"), title, None, where)
     return Damage(
-        "not_decodable", f"{where}: not {' or '.join(encodings)} ({problem}); list the file's encoding in the source's encodings"
+        "not_decodable",
+        f"{where}: not {' or '.join(encodings)} ({problem})",
+        "list the file's encoding in the source's encodings",
     )
 
 

@@ -117,6 +117,8 @@ def perplexity_of_text(
     """
     if procedure.context < 1 or (procedure.documents is not None and procedure.documents < 1):
         raise FarstateError("--context and --documents must be at least 1")
+    if text.is_dir():
+        raise FarstateError(f"{text}: is a folder; --text takes one .txt, .jsonl or .parquet file, compressed or not")
     if not text.is_file():
         raise FarstateError(f"{text}: no such file; --text takes one .txt, .jsonl or .parquet file, compressed or not")
     encoder = load_tokenizer(_tokenizer_of(checkpoint, tokenizer))
@@ -291,8 +293,12 @@ def _tokenizer_of(checkpoint: Path, given: Path | None) -> Path:
     if given is not None:
         if not given.exists():
             raise FarstateError(f"{given}: no such file; --tokenizer takes a tokenizer.json")
+        if given.is_dir() and not (given / "tokenizer.json").is_file():
+            raise FarstateError(f"{given}: is a folder without a tokenizer.json")
         return given
     beside = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "tokenizer.json"
+    if beside.is_dir():
+        raise FarstateError(f"{beside}: is a folder; give --tokenizer FILE")
     if not beside.is_file():
         raise FarstateError(
             f"{beside}: no such file; give --tokenizer FILE (the published Mamba models of the Pile take that of GPT-NeoX-20B)"

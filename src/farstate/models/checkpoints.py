@@ -19,8 +19,8 @@ from torch import Tensor
 from farstate.errors import FarstateError, nearest
 from farstate.files import atomic_folder
 from farstate.models.formats import FORMATS, Checkpoint, Origin, farstate
-from farstate.models.formats.checks import check_names_and_shapes, unknown_architecture, untie
-from farstate.models.formats.files import CONFIG, SAFETENSORS, dtypes_of, json_object
+from farstate.models.formats.checks import check_names_and_shapes, refuse_quantized, token_ids, unknown_architecture, untie
+from farstate.models.formats.files import CONFIG, DTYPES, SAFETENSORS, dtypes_of, json_object
 from farstate.models.language_model import LanguageModel
 
 __all__ = ["CONFIG", "SAFETENSORS", "detect_format", "export", "load_model", "load_with_origin", "save_model", "write_weights"]
@@ -81,9 +81,12 @@ def detect_format(path: str | os.PathLike[str]) -> str:
         if kind.detects(root):
             return name
     if root.is_dir():
+        several = sorted(path.name for path in root.glob("*.pth"))
+        if len(several) > 1 and not (root / CONFIG).exists():
+            raise FarstateError(f"{root}: holds {len(several)} .pth files and no {CONFIG}; name one of them: {root / several[0]}")
         data = json_object(root / CONFIG)
         if "model_type" in data:
-            raise unknown_architecture(root / CONFIG, str(data["model_type"]))
+            raise unknown_architecture(root / CONFIG, data["model_type"])
         raise FarstateError(f"{root / CONFIG}: not a configuration of {', '.join(FORMATS)}")
     raise FarstateError(f"{root}: not a checkpoint of {', '.join(FORMATS)}")
 
@@ -96,13 +99,31 @@ class _Unfilled(LanguageModel):
 
 
 def _loaded(root: Path, dtype: torch.dtype) -> tuple[LanguageModel, Checkpoint]:
-    checkpoint = FORMATS[detect_format(root)].read(root)
+    kind = FORMATS[detect_format(root)]
+    refuse_quantized(root)
+    checkpoint = kind.read(root)
     untie(checkpoint.tensors, checkpoint.config, checkpoint.source)
-    model = _Unfilled(checkpoint.config)
-    check_names_and_shapes(checkpoint.tensors, model.state_dict(), checkpoint.source)
-    model.to(dtype=dtype)
+    # Memory is taken only for sizes that the file has too.
+    check_names_and_shapes(checkpoint.tensors, _shapes(checkpoint), checkpoint.source)
+    model = _Unfilled(checkpoint.config, dtype=dtype)
     model.load_state_dict(checkpoint.tensors)
     return model.eval(), checkpoint
+
+
+def _shapes(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """What the model has, on the meta device.
+
+    Raises:
+        FarstateError: sizes far beyond those of the file.
+    """
+    config, source = checkpoint.config, checkpoint.source
+    if config.layers > len(checkpoint.tensors):
+        raise FarstateError(f"{source}: holds {len(checkpoint.tensors)} tensors, the configuration has {config.layers} layers")
+    try:
+        with torch.device("meta"):
+            return _Unfilled(config).state_dict()
+    except (RuntimeError, OverflowError, TypeError):
+        raise FarstateError(f"{source}: the configuration has sizes that no tensor can have") from None
 
 
 # What belongs to a checkpoint besides its configuration and its weights.
@@ -152,7 +173,8 @@ def export(
 
     Raises:
         FarstateError: `output` is there already, the weights come from no other format and none is given, or the format
-            has no such architecture or no words for its configuration; and what `load_model` raises.
+            has no such architecture or no words for its configuration, or a weight is too large for `dtype`; and what
+            `load_model` raises.
     """
     root, target = Path(source), Path(output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -174,7 +196,8 @@ def export(
     tensors = _cast(tensors, origin.get("storage", {}), dtype)
     folder = root if root.is_dir() else root.parent
     with atomic_folder(target) as part:
-        FORMATS[name].write(config, tensors, part, origin if name in ("farstate", origin.get("format")) else {})
+        kept = origin if name in ("farstate", origin.get("format")) else {"token_ids": token_ids(origin.get("config", {}))}
+        FORMATS[name].write(config, tensors, part, kept)
         beside = files_beside(folder)
         for file in beside:
             shutil.copyfile(folder / file, part / file)
@@ -185,12 +208,17 @@ def export(
 def _cast(tensors: Mapping[str, Tensor], storage: Mapping[str, Any], dtype: str | None) -> dict[str, Tensor]:
     if dtype is not None and dtype not in _DTYPES:
         raise FarstateError(f"--dtype: '{dtype}' is unknown; known: {', '.join(_DTYPES)}")
-    wanted = {
-        name: getattr(torch, dtype or storage.get("dtypes", {}).get(name) or storage.get("dtype") or str(tensor.dtype)[6:])
-        for name, tensor in tensors.items()
-    }
+    given = {name: dtype or storage.get("dtypes", {}).get(name) or storage.get("dtype") for name in tensors}
+    wanted = {name: DTYPES[word] if (word := given[name]) else tensor.dtype for name, tensor in tensors.items()}
     if dtype is None and not all(torch.equal(t.to(wanted[name]).to(t.dtype), t) for name, t in tensors.items()):
         return dict(tensors)
     # A tied tensor stays one tensor under its two names.
     done: dict[int, Tensor] = {}
-    return {name: done.setdefault(id(tensor), tensor.to(wanted[name])) for name, tensor in tensors.items()}
+    cast = {name: done.setdefault(id(tensor), tensor.to(wanted[name])) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        if (lost := tensor.isfinite() & ~cast[name].isfinite()).any():
+            raise FarstateError(
+                f"--dtype {dtype}: {name} holds {tensor[lost][0].item():g}, beyond the largest number of {dtype}, "
+                f"{torch.finfo(wanted[name]).max:g}; take another"
+            )
+    return cast

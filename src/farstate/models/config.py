@@ -8,9 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-Size = Annotated[int, Field(ge=1)]
+_LARGEST_SIZE = 1 << 31
+
+
+def _computable(size: int) -> int:
+    # Far above any model, and low enough for products of a few to be numbers of any kind.
+    if size > _LARGEST_SIZE:
+        raise ValueError(f"must not exceed {_LARGEST_SIZE}")
+    return size
+
+
+Size = Annotated[int, Field(ge=1), AfterValidator(_computable)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
@@ -23,7 +33,7 @@ class Shape(BaseModel):
         initial_head: how an untied head is drawn: `uniform` in ±D^−½ (mamba-ssm), or `normal` as the embedding (fla).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     final_norm: ClassVar[Literal["rms", "layer"]] = "rms"
     initial_head: ClassVar[Literal["uniform", "normal"]] = "uniform"
 

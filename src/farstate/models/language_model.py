@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farstate.models.config import Config
-from farstate.models.parts import LayerNorm, RMSNorm, draw_normal, draw_uniform
+from farstate.models.parts import LayerNorm, RMSNorm, draw_normal, draw_uniform, linear
 from farstate.models.registry import Block, build_block
 from farstate.state import State
 
@@ -19,7 +19,8 @@ class Backbone(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.embedding: nn.Embedding = nn.utils.skip_init(nn.Embedding, config.padded_vocabulary, config.width)
+        device = torch.get_default_device()
+        self.embedding: nn.Embedding = nn.utils.skip_init(nn.Embedding, config.padded_vocabulary, config.width, device=device)
         self.layers = nn.ModuleList(build_block(config, layer) for layer in range(config.layers))
         norm = LayerNorm if config.final_norm == "layer" else RMSNorm
         self.norm_f = norm(config.width, config.norm_epsilon)
@@ -46,7 +47,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.backbone = Backbone(config)
-        self.lm_head: nn.Linear = nn.utils.skip_init(nn.Linear, config.width, config.padded_vocabulary, bias=False)
+        self.lm_head = linear(config.width, config.padded_vocabulary)
         self._tie()
         self._initialize(torch.Generator().manual_seed(0) if generator is None else generator)
         self.to(device=device, dtype=dtype)

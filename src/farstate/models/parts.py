@@ -69,13 +69,14 @@ class GatedMLP(nn.Module):
 
 def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
     """A layer whose parameters are not yet drawn: nothing is ever drawn from torch's global generator."""
-    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias)
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=torch.get_default_device())
     return layer
 
 
-def short_convolution(channels: int, width: int) -> nn.Conv1d:
-    """Holds the taps of a depthwise convolution without bias, (channels, 1, width)."""
-    layer: nn.Conv1d = nn.utils.skip_init(nn.Conv1d, channels, channels, width, groups=channels, bias=False)
+def short_convolution(channels: int, width: int, bias: bool = False) -> nn.Conv1d:
+    """Holds the taps of a depthwise convolution, (channels, 1, width)."""
+    device = torch.get_default_device()
+    layer: nn.Conv1d = nn.utils.skip_init(nn.Conv1d, channels, channels, width, groups=channels, bias=bias, device=device)
     return layer
 
 

@@ -127,7 +127,7 @@ def _sizes(stored: Mapping[str, Tensor], source: Path) -> RWKV6Config:
     Raises:
         FarstateError: not an RWKV-6, or a tensor that tells a size is absent or of another rank.
     """
-    blocks = {int(found[1]) for key in stored if (found := re.match(r"blocks\.(\d+)\.", key))}
+    blocks = {found[1] for key in stored if (found := re.match(r"blocks\.(\d+)\.", key))}
     if "blocks.0.att.time_maa_w1" not in stored:
         kinds = {"blocks.0.att.x_r": "RWKV-7", "blocks.0.att.time_mix_g": "RWKV-5", "blocks.0.att.time_mix_k": "RWKV-4"}
         other = next((f" (it looks like {kind})" for key, kind in kinds.items() if key in stored), "")
@@ -147,7 +147,7 @@ def _sizes(stored: Mapping[str, Tensor], source: Path) -> RWKV6Config:
             "vocabulary_size": vocabulary,
             "vocabulary_multiple": 1,
             "width": width,
-            "layers": max(blocks) + 1,
+            "layers": len(blocks),
             "heads": stored["blocks.0.att.time_faaaa"].shape[0],
             "expand_k": expand,
             "expand_v": expand,

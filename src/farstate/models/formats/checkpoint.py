@@ -15,7 +15,7 @@ Origin = dict[str, Any]
 """Where weights came from, in JSON: `format` and what that format needs to be written back (`config`, `storage`, …).
 
 `storage` is read by all: `dtype`, and `dtypes` for the tensors (under our names) that differ from it.
-Empty: trained here.
+`token_ids` (ids of special tokens) is all that a format is told of weights that came from another one. Empty: trained here.
 """
 
 
@@ -59,6 +59,6 @@ class Format(Protocol):
         """Put the files of a model into the empty folder `folder`.
 
         `tensors` have the names of `LanguageModel`, both names of a tied head included, and the dtypes that are to be stored.
-        `origin` is that of this format, or empty. Raises FarstateError: the format cannot express `config`.
+        `origin` is that of this format, or no more than `token_ids`. Raises FarstateError: the format cannot express `config`.
         """
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,33 +13,106 @@ from torch import Tensor
 
 from farstate.errors import FarstateError, nearest
 from farstate.models.config import Config
+from farstate.models.formats.files import CONFIG, DTYPES, peek
 from farstate.models.registry import ARCHITECTURES, config_from_json
 
 HEAD = "lm_head.weight"
 EMBEDDING = "backbone.embedding.weight"
 _SHOWN = 3
+_SHOWN_CHARACTERS = 80
 
 
-def unknown_architecture(path: Path, name: str, known: Iterable[str] | None = None) -> FarstateError:
-    """The error for an architecture that is not among `known`, by default those of the registry."""
+def unknown_architecture(path: Path, name: Any, known: Iterable[str] | None = None) -> FarstateError:
+    """The error for an architecture that is not among `known`, by default those of the registry; `name` may be anything."""
     names = sorted(ARCHITECTURES if known is None else known)
-    return FarstateError(f"{path}: unknown architecture '{name}'{nearest(name, names)}; known: {', '.join(names)}")
+    word = name if isinstance(name, str) else ""
+    return FarstateError(f"{path}: unknown architecture {shown(name)}{nearest(word, names)}; known: {', '.join(names)}")
 
 
-def validated(values: dict[str, Any], path: Path) -> Config:
+def shown(value: Any) -> str:
+    """A value from a file, on one line and not endless."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} …"
+
+
+def validated(values: dict[str, Any], path: Path, names: Mapping[str, str] | None = None) -> Config:
     """The configuration of `values`, which have our names.
+
+    Args:
+        names: the file's names for ours, to be used in messages.
 
     Raises:
         FarstateError: an unknown architecture, or the first value that does not fit, naming `path`.
     """
-    if values.get("architecture") not in ARCHITECTURES:
-        raise unknown_architecture(path, str(values.get("architecture")))
+    names = names or {}
+    architecture = values.get("architecture")
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        raise unknown_architecture(path, architecture)
     try:
         return config_from_json(values)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise FarstateError(f"{path}: {where + ': ' if where else ''}{first['msg']} (found {first['input']!r})") from None
+        where = ".".join(str(part) for part in (names.get(str(part), part) for part in first["loc"]))
+        found = f" (found {shown(first['input'])})" if where else ""
+        message = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
+        raise FarstateError(f"{path}: {where + ': ' if where else ''}{_renamed(message, names)}{found}") from None
+    except OverflowError:
+        raise FarstateError(f"{path}: sizes beyond what can be computed with") from None
+
+
+def _renamed(message: str, names: Mapping[str, str]) -> str:
+    """A message in which our names stand in formulas, `name = 3` or `name × name = 3`, with the file's names."""
+    return re.sub(r"\b(\w+)(?= [=×])", lambda found: names.get(found[1], found[1]), message)
+
+
+def whole(values: Mapping[str, Any], key: str, default: int, path: Path) -> int:
+    """The integer under `key`.
+
+    Raises:
+        FarstateError: something else.
+    """
+    value = values.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise FarstateError(f"{path}: {key}: an integer is expected (found {shown(value)})")
+    return value
+
+
+def truth(values: Mapping[str, Any], key: str, default: bool, path: Path) -> bool:
+    """The truth value under `key`.
+
+    Raises:
+        FarstateError: something else.
+    """
+    value = values.get(key, default)
+    if not isinstance(value, bool):
+        raise FarstateError(f"{path}: {key}: true or false is expected (found {shown(value)})")
+    return value
+
+
+def token_ids(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The ids of special tokens in a library's configuration, which mean the same in all that have the keys."""
+
+    def is_id(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    return {
+        key: value
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if is_id(value := data.get(key)) or (isinstance(value, list) and all(map(is_id, value)))
+    }
+
+
+def refuse_quantized(folder: Path) -> None:
+    """Refuse weights of which `config.json` says that they are codes.
+
+    Raises:
+        FarstateError: there is a `quantization_config`.
+    """
+    if (found := peek(folder).get("quantization_config")) is not None:
+        raise FarstateError(
+            f"{folder / CONFIG}: quantization_config = {shown(found)}: quantised weights are not read; convert them to "
+            f"one of {', '.join(DTYPES)}"
+        )
 
 
 def expect(values: Mapping[str, Any], path: Path, required: Mapping[str, Any]) -> None:
@@ -49,7 +123,7 @@ def expect(values: Mapping[str, Any], path: Path, required: Mapping[str, Any]) -
     """
     for key, value in required.items():
         if values.get(key, value) != value:
-            raise FarstateError(f"{path}: only {key} = {value!r} is supported (found {values[key]!r})")
+            raise FarstateError(f"{path}: only {key} = {value!r} is supported (found {shown(values[key])})")
 
 
 def expressible(config: Config, format_name: str, required: Mapping[str, Any]) -> None:
@@ -84,7 +158,7 @@ def check_names_and_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str,
     """Hold what a file has against what the model has.
 
     Raises:
-        FarstateError: tensors missing, unexpected, of the wrong shape or not of numbers; all kinds in one line.
+        FarstateError: tensors missing, unexpected, of the wrong shape or not of plain numbers; all kinds in one line.
     """
     problems = []
     if missing := [name for name in expected if name not in tensors]:
@@ -100,6 +174,12 @@ def check_names_and_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str,
         problems.append(f"wrong shape: {some(wrong)}")
     if coded := [f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if not tensor.is_floating_point()]:
         problems.append(f"not floating point: {some(coded)}")
+    if narrow := [
+        f"{name} is {tensor.dtype}"
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and tensor.dtype not in DTYPES.values()
+    ]:
+        problems.append(f"not of {', '.join(DTYPES)}: {some(narrow)}")
     if problems:
         raise FarstateError(f"{source}: {'; '.join(problems)}")
 

@@ -3,23 +3,66 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from farstate.errors import FarstateError
 from farstate.files import write_json
 from farstate.models.config import Config
 from farstate.models.formats.checkpoint import Checkpoint, Origin
-from farstate.models.formats.checks import HEAD, validated
-from farstate.models.formats.files import CONFIG, SAFETENSORS, json_object, peek, read_safetensors
+from farstate.models.formats.checks import HEAD, shown, validated
+from farstate.models.formats.files import CONFIG, DTYPES, SAFETENSORS, bare, bare_weights, json_object, peek, read_safetensors
 from farstate.models.registry import ARCHITECTURES, config_from_json
 from farstate.tensor_files import write_tensors
 
 name = "farstate"
 architectures = tuple(ARCHITECTURES)
+
+
+def _one_of(holds: Callable[[str], bool], what: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not holds(value):
+            raise ValueError(f"not {what}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _known(value: str) -> bool:
+    from farstate.models.formats import FORMATS  # which imports this module
+
+    return value in FORMATS
+
+
+_Beside = Annotated[str, _one_of(bare, "the name of a file in a folder")]
+_Weights = Annotated[str, _one_of(bare_weights, "the name of a file of weights in a folder")]
+_Dtype = Annotated[str, _one_of(DTYPES.__contains__, f"one of {', '.join(DTYPES)}")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Storage(_Strict):
+    file: _Weights = SAFETENSORS
+    weight_map: dict[str, _Weights] = {}
+    dtype: _Dtype = "float32"
+    dtypes: dict[str, _Dtype] = {}
+
+
+class _Origin(_Strict):
+    """What a header may say of where weights came from: files are written by these names."""
+
+    format: Annotated[str, _one_of(_known, "the name of a format")]
+    config: dict[str, Any] = {}
+    storage: _Storage = _Storage()
+    file: _Weights = SAFETENSORS
+    checkpoint: Annotated[str, _one_of(str.isprintable, "printable")] = ""
+    beside: list[_Beside] = []
 
 
 def detects(path: Path) -> bool:
@@ -28,20 +71,36 @@ def detects(path: Path) -> bool:
 
 
 def read(path: Path) -> Checkpoint:
-    """The folder `path`; the weights' header must repeat its configuration."""
+    """The folder `path`; the weights' header must repeat its configuration, and is held to what an origin may say."""
     config = validated(json_object(path / CONFIG), path / CONFIG)
     source = path / SAFETENSORS
     if not source.exists():
         raise FarstateError(f"{path}: no {SAFETENSORS} in it")
     tensors, metadata = read_safetensors(source)
     try:
-        repeated = config_from_json(json.loads(metadata["config"]))
-        origin: Any = json.loads(metadata.get("origin", "{}"))
-    except (KeyError, ValueError, FarstateError):
-        repeated, origin = None, {}
+        stored = json.loads(metadata["config"])
+        repeated = config_from_json(stored) if isinstance(stored, dict) else None
+    except (KeyError, ValueError, RecursionError, OverflowError, FarstateError):
+        repeated = None
     if repeated != config:
         raise FarstateError(f"{source}: written for another configuration than {path / CONFIG}")
-    return Checkpoint(config, tensors, origin if isinstance(origin, dict) else {}, source)
+    return Checkpoint(config, tensors, _origin(metadata.get("origin"), source), source)
+
+
+def _origin(text: str | None, source: Path) -> Origin:
+    if text is None:
+        return {}
+    try:
+        origin = json.loads(text)
+        _Origin.model_validate(origin)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["origin", *(str(part) for part in first["loc"])])
+        reason = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"]
+        raise FarstateError(f"{source}: header: {where!r}: {reason} (found {shown(first['input'])})") from None
+    except (ValueError, RecursionError):
+        raise FarstateError(f"{source}: header: 'origin' is not JSON") from None
+    return dict(origin)
 
 
 def write(config: Config, tensors: Mapping[str, Tensor], folder: Path, origin: Origin) -> None:

@@ -22,6 +22,24 @@ from farstate.files import read_json
 CONFIG = "config.json"
 SAFETENSORS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+"""What weights may be stored in, by name; all else is codes that need a scale from elsewhere."""
+_SUFFIXES = (".safetensors", ".bin", ".pth")
+
+
+def bare(name: str) -> bool:
+    """Whether `name` names a file in a given folder, and nothing outside of it."""
+    return name not in ("", ".", "..") and len(name) < 256 and name.isprintable() and not set(name) & {"/", "\\"}
+
+
+def bare_weights(name: str) -> bool:
+    """Whether `name` names a file of weights in a given folder."""
+    return bare(name) and name.endswith(_SUFFIXES)
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -68,8 +86,10 @@ def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
             shards = sorted(set(weight_map.values()))
             tensors = {}
             for shard in shards:
-                if Path(shard).name != shard:
-                    raise FarstateError(f"{index}: names '{shard}', which is not a file beside it")
+                if not bare_weights(shard):
+                    raise FarstateError(
+                        f"{index}: names {shard!r}, which is not a file beside it that ends in {', '.join(_SUFFIXES)}"
+                    )
                 found = read_file(folder / shard)
                 if lost := [tensor for tensor, where in weight_map.items() if where == shard and tensor not in found]:
                     raise FarstateError(f"{folder / shard}: {index.name} says that it holds {lost[0]}, it does not")
@@ -96,6 +116,11 @@ def read_file(path: Path) -> dict[str, Tensor]:
         raise _damaged(path, error) from None
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise FarstateError(f"{path}: not a dictionary of tensors")
+    for name, tensor in loaded.items():
+        if tensor.is_meta:
+            raise FarstateError(f"{path}: {name} has a shape and no numbers (it is on torch's meta device)")
+        if tensor.layout != torch.strided:
+            raise FarstateError(f"{path}: {name} is {str(tensor.layout).removeprefix('torch.')}; only dense tensors are read")
     return {str(name): tensor for name, tensor in loaded.items()}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from farstate.errors import FarstateError
 from farstate.models.config import Config
 from farstate.models.formats.checkpoint import Checkpoint, Origin
-from farstate.models.formats.checks import EMBEDDING, HEAD, expect, expressible, unknown_architecture, validated
+from farstate.models.formats.checks import EMBEDDING, HEAD, expect, expressible, truth, unknown_architecture, validated
 from farstate.models.formats.files import CONFIG, json_object, peek, read_folder, write_folder
 from farstate.models.formats.mamba_ssm import limit
 from farstate.models.gated_deltanet.shape import GatedDeltaNetConfig
@@ -134,7 +134,7 @@ _PREFIXES: dict[bool, list[tuple[str, str]]] = {
         ("model.norm.", "backbone.norm_f."),
     ],
 }
-# GLA's norm before the gate, by `fuse_norm`.
+# GLA's norm before the gate, by `fuse_norm`; ours has the first name.
 _GATE_NORM = {True: "g_norm_swish_gate", False: "g_norm"}
 
 
@@ -151,6 +151,10 @@ def read(path: Path) -> Checkpoint:
     config = to_config(data, path / CONFIG)
     stored, storage, source = read_folder(path)
     kind = config.architecture
+    if kind == "gla":
+        right = _GATE_NORM[data.get("fuse_norm", True)]
+        if wrong := [key for key in stored if ".attn.g_norm" in key and f".attn.{right}." not in key]:
+            raise FarstateError(f"{source}: has {wrong[0]}; {right} is its name by fuse_norm = {data.get('fuse_norm', True)}")
     tensors = {_ours(key, kind): tensor for key, tensor in stored.items()}
     storage["dtypes"] = {_ours(key, kind): dtype for key, dtype in storage["dtypes"].items()}
     return Checkpoint(config, tensors, {"format": name, "config": data, "storage": storage}, source)
@@ -158,7 +162,7 @@ def read(path: Path) -> Checkpoint:
 
 def write(config: Config, tensors: Mapping[str, Tensor], folder: Path, origin: Origin) -> None:
     """`config.json` and the weights in the file or the shards they came in, by default one safetensors file."""
-    data = from_config(config, origin.get("config"))
+    data = origin.get("token_ids", {}) | from_config(config, origin.get("config"))
     named = {_theirs(key, data): tensor for key, tensor in tensors.items() if key != HEAD or not config.tied_embeddings}
     dtype = str(tensors[EMBEDDING].dtype).removeprefix("torch.")
     # The key was called torch_dtype once; a file that has it keeps it.
@@ -172,25 +176,31 @@ def to_config(data: Mapping[str, Any], path: Path) -> Config:
     Raises:
         FarstateError: another model, an option or a value that ours does not have, sizes that contradict each other.
     """
-    kind = str(data.get("model_type"))
-    if kind not in _KEYS:
+    kind = data.get("model_type")
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise unknown_architecture(path, kind, _KEYS)
+    if kind == "mamba2" and data.get("hidden_act") == "swish":  # silu by another name
+        data = {**data, "hidden_act": "silu"}
     expect(data, path, _REQUIRED[kind])
+    names = {"conv_width": "conv_size"} | {ours: theirs for theirs, (ours, _) in _KEYS[kind].items()}
     given = {key: value for key, value in data.items() if value is not None or key not in _RATIOS}
     values = {ours: given.get(theirs, default) for theirs, (ours, default) in _KEYS[kind].items()}
     values |= {"architecture": kind, "vocabulary_multiple": 1}
     if kind == "mamba2":
         values["dt_limit"] = limit(values["dt_limit"], path)
-        config = validated(values, path)
+        config = validated(values, path, names)
         expect(data, path, {"num_heads": config.width * values["expand"] // values["head_size"]})
         return config
     # Its residual stream has the dtype of the weights.
     values["residual_in_fp32"] = False
     if kind == "rwkv6":
         values["group_norm_epsilon"] = values["norm_epsilon"]
+    if kind == "gla":
+        truth(data, "fuse_norm", True, path)
     if kind in _SHORT_CONVOLUTIONS:
-        values["conv_width"] = data.get("conv_size", 4) if data.get("use_short_conv", _SHORT_CONVOLUTIONS[kind]) else None
-    return validated(values, path)
+        short = truth(data, "use_short_conv", _SHORT_CONVOLUTIONS[kind], path)
+        values["conv_width"] = data.get("conv_size", 4) if short else None
+    return validated(values, path, names)
 
 
 def from_config(config: Config, original: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -230,7 +240,7 @@ def _ours(key: str, kind: str) -> str:
 def _theirs(key: str, data: Mapping[str, Any]) -> str:
     kind = data["model_type"]
     if kind == "gla":
-        key = key.replace(f".attn.{_GATE_NORM[True]}.", f".attn.{_GATE_NORM[bool(data.get('fuse_norm', True))]}.")
+        key = key.replace(f".attn.{_GATE_NORM[True]}.", f".attn.{_GATE_NORM[data.get('fuse_norm', True)]}.")
     return _renamed(key, [(ours, theirs) for theirs, ours in _PREFIXES[kind == "mamba2"]])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from farstate.errors import FarstateError
 from farstate.models.config import Config
 from farstate.models.formats.checkpoint import Checkpoint, Origin
-from farstate.models.formats.checks import expect, expressible, unknown_architecture, validated
+from farstate.models.formats.checks import expect, expressible, shown, unknown_architecture, validated
 from farstate.models.formats.files import CONFIG, PICKLED, json_object, peek, read_folder, write_folder
 
 name = "mamba-ssm"
@@ -63,15 +63,15 @@ _IDLE = {
     "mamba1": ("use_fast_path",),
     "mamba2": ("chunk_size", "use_mem_eff_path", "conv_init", "sequence_parallel"),
 }
-_MODEL = {
-    "d_model": "width",
-    "n_layer": "layers",
-    "vocab_size": "vocabulary_size",
-    "pad_vocab_size_multiple": "vocabulary_multiple",
-    "tie_embeddings": "tied_embeddings",
-    "residual_in_fp32": "residual_in_fp32",
+# Keys of the model, ours, and its defaults.
+_MODEL: dict[str, tuple[str, Any]] = {
+    "d_model": ("width", 2560),
+    "n_layer": ("layers", 64),
+    "vocab_size": ("vocabulary_size", 50277),
+    "pad_vocab_size_multiple": ("vocabulary_multiple", 8),
+    "tie_embeddings": ("tied_embeddings", True),
+    "residual_in_fp32": ("residual_in_fp32", True),
 }
-_MODEL_DEFAULTS = {"pad_vocab_size_multiple": 8}
 # MambaLMHeadModel knows no other.
 _NORM_EPSILON = 1e-5
 
@@ -103,14 +103,14 @@ def to_config(data: Mapping[str, Any], path: Path) -> Config:
     """
     options = data.get("ssm_cfg") or {}
     if not isinstance(options, dict):
-        raise FarstateError(f"{path}: ssm_cfg is {options!r}, an object is expected")
+        raise FarstateError(f"{path}: ssm_cfg is {shown(options)}, an object is expected")
     options = dict(options)
-    layer = str(options.pop("layer", "Mamba1"))
-    if layer not in _ARCHITECTURE:
+    layer = options.pop("layer", "Mamba1")
+    if not isinstance(layer, str) or layer not in _ARCHITECTURE:
         raise unknown_architecture(path, layer, _ARCHITECTURE)
     if data.get("attn_layer_idx"):
         raise FarstateError(
-            f"{path}: attn_layer_idx = {data['attn_layer_idx']}: mamba-ssm's attention layers are not those of our hybrid"
+            f"{path}: attn_layer_idx = {shown(data['attn_layer_idx'])}: mamba-ssm's attention layers are not those of our hybrid"
         )
     expect(data, path, {"d_intermediate": 0, "rms_norm": True})
     architecture = _ARCHITECTURE[layer]
@@ -122,10 +122,12 @@ def to_config(data: Mapping[str, Any], path: Path) -> Config:
     names = _OPTIONS[architecture]
     known = {*names, *_REQUIRED[architecture], *_IDLE[architecture]}
     if strange := [option for option in options if option not in known]:
-        raise FarstateError(f"{path}: ssm_cfg.{strange[0]} is not supported")
-    values = {ours: data.get(theirs, _MODEL_DEFAULTS.get(theirs, True)) for theirs, ours in _MODEL.items()}
+        raise FarstateError(f"{path}: ssm_cfg: {shown(strange[0])} is not supported")
+    values = {ours: data.get(theirs, default) for theirs, (ours, default) in _MODEL.items()}
     values |= {ours: options[theirs] for theirs, ours in names.items() if theirs in options}
-    return validated({"architecture": architecture, **values}, path)
+    theirs_of = {ours: theirs for theirs, (ours, _) in _MODEL.items()}
+    theirs_of |= {ours: f"ssm_cfg.{theirs}" for theirs, ours in names.items()}
+    return validated({"architecture": architecture, **values}, path, theirs_of)
 
 
 def from_config(config: Config, original: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def from_config(config: Config, original: Mapping[str, Any] | None = None) -> di
         if low > 0.0 or high is not None:
             options["dt_limit"] = [low, float("inf") if high is None else high]
     return {
-        **{theirs: values[ours] for theirs, ours in _MODEL.items()},
+        **{theirs: values[ours] for theirs, (ours, _) in _MODEL.items()},
         "d_intermediate": 0,
         "ssm_cfg": options,
         "attn_layer_idx": [],
@@ -169,8 +171,8 @@ def limit(value: Any, path: Path) -> tuple[float, float | None]:
     """
     try:
         low, high = (float(number["__float__"]) if isinstance(number, dict) else float(number) for number in value)
-    except (TypeError, ValueError, KeyError):
-        raise FarstateError(f"{path}: the limits of the time step are two numbers (found {value!r})") from None
+    except (TypeError, ValueError, KeyError, OverflowError):
+        raise FarstateError(f"{path}: the limits of the time step are two numbers (found {shown(value)})") from None
     return low, None if high == float("inf") else high
 
 

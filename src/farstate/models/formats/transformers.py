@@ -2,6 +2,9 @@
 
 Names are mamba-ssm's but for the embedding's. The vocabulary is stored padded, so that how many of its rows are real is not
 recorded: `vocabulary_size` is the padded one.
+
+`rescale_prenorm_residual: true`, which is about the initialisation, makes transformers 5 divide `out_proj` by √layers whenever it
+loads a file. Here the weights are those of the file; such a configuration keeps the key when it is written back.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ from torch import Tensor
 from farstate.errors import FarstateError
 from farstate.models.config import Config
 from farstate.models.formats.checkpoint import Checkpoint, Origin
-from farstate.models.formats.checks import EMBEDDING, HEAD, expect, expressible, unknown_architecture, validated
+from farstate.models.formats.checks import EMBEDDING, HEAD, expect, expressible, unknown_architecture, validated, whole
 from farstate.models.formats.files import CONFIG, json_object, peek, read_folder, write_folder
 from farstate.models.formats.mamba_ssm import limit
+from farstate.models.mamba1.shape import Mamba1Config
+from farstate.models.mamba2.shape import Mamba2Config
 
 name = "transformers"
 architectures = ("mamba1", "mamba2")
@@ -60,7 +65,8 @@ _HEADS = 128
 
 def detects(path: Path) -> bool:
     """A `model_type` that is one of its two."""
-    return peek(path).get("model_type") in _ARCHITECTURE
+    kind = peek(path).get("model_type")
+    return isinstance(kind, str) and kind in _ARCHITECTURE
 
 
 def read(path: Path) -> Checkpoint:
@@ -80,7 +86,7 @@ def write(config: Config, tensors: Mapping[str, Tensor], folder: Path, origin: O
         for key, tensor in tensors.items()
         if key != HEAD or not config.tied_embeddings
     }
-    data = from_config(config, origin.get("config"))
+    data = origin.get("token_ids", {}) | from_config(config, origin.get("config"))
     dtype = str(tensors[EMBEDDING].dtype).removeprefix("torch.")
     # The key was called torch_dtype once; a file that has it keeps it.
     data["torch_dtype" if "torch_dtype" in data else "dtype"] = dtype
@@ -93,29 +99,33 @@ def to_config(data: Mapping[str, Any], path: Path) -> Config:
     Raises:
         FarstateError: another model, an option or a value that ours does not have, sizes that contradict each other.
     """
-    kind = str(data.get("model_type"))
-    if kind not in _ARCHITECTURE:
+    kind = data.get("model_type")
+    if not isinstance(kind, str) or kind not in _ARCHITECTURE:
         raise unknown_architecture(path, kind, _ARCHITECTURE)
     architecture = _ARCHITECTURE[kind]
-    expect(data, path, {"hidden_act": "silu"})
+    if data.get("hidden_act") != "swish":  # silu by another name
+        expect(data, path, {"hidden_act": "silu"})
     values = {ours: data.get(theirs, default) for theirs, (ours, default) in _KEYS[architecture].items()}
     values |= {"vocabulary_size": data.get("vocab_size", _VOCABULARY[architecture]), "vocabulary_multiple": 1}
-    try:
+    names = {ours: theirs for theirs, (ours, _) in _KEYS[architecture].items()}
+    names |= {"vocabulary_size": "vocab_size", "dt_limit": "time_step_limit", "dt_rank": "time_step_rank"}
+    if isinstance(values["expand"], float) and values["expand"].is_integer():
         values["expand"] = int(values["expand"])
-        inner = values["width"] * values["expand"]
-        if architecture == "mamba2":
-            heads = data.get("num_heads", _HEADS) * values["head_size"]
-            if heads != inner:
-                raise FarstateError(f"{path}: num_heads × head_dim = {heads} differs from hidden_size × expand = {inner}")
-            if "time_step_limit" in data:
-                values["dt_limit"] = limit(data["time_step_limit"], path)
-        else:
-            expect(data, path, {"intermediate_size": inner})
-            if data.get("time_step_rank", "auto") != "auto":
-                values["dt_rank"] = data["time_step_rank"]
-    except (TypeError, ValueError) as error:
-        raise FarstateError(f"{path}: a size is not a number ({error})") from None
-    return validated({"architecture": architecture, **values}, path)
+    if architecture == "mamba2":
+        if "time_step_limit" in data:
+            values["dt_limit"] = limit(data["time_step_limit"], path)
+    elif data.get("time_step_rank", "auto") != "auto":
+        values["dt_rank"] = data["time_step_rank"]
+    config = validated({"architecture": architecture, **values}, path, names)
+    if isinstance(config, Mamba2Config):
+        heads = whole(data, "num_heads", _HEADS, path) * config.head_size
+        if heads != config.inner_width:
+            raise FarstateError(
+                f"{path}: num_heads × head_dim = {heads} differs from hidden_size × expand = {config.inner_width}"
+            )
+    elif isinstance(config, Mamba1Config):
+        expect(data, path, {"intermediate_size": config.inner_width})
+    return config
 
 
 def from_config(config: Config, original: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farstate.models.mamba1.shape import Mamba1Config
-from farstate.models.parts import RMSNorm, draw_uniform, linear
+from farstate.models.parts import RMSNorm, draw_uniform, linear, short_convolution
 from farstate.ops import backends
 from farstate.ops.convolution import causal_conv1d
 from farstate.ops.precision import compute_dtype
@@ -32,9 +32,7 @@ class Mamba1Mixer(nn.Module):
         inner, rank, state_size = config.inner_width, config.time_step_rank, config.state_size
         # The modules below hold parameters under mamba-ssm's names.
         self.in_proj = linear(config.width, 2 * inner, config.linear_bias)
-        self.conv1d: nn.Conv1d = nn.utils.skip_init(
-            nn.Conv1d, inner, inner, config.conv_width, groups=inner, bias=config.conv_bias
-        )
+        self.conv1d = short_convolution(inner, config.conv_width, config.conv_bias)
         self.x_proj = linear(inner, rank + 2 * state_size)
         self.dt_proj = linear(rank, inner, bias=True)
         self.A_log = nn.Parameter(torch.empty(inner, state_size))

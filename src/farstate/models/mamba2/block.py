@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farstate.models.mamba2.shape import Mamba2Config
-from farstate.models.parts import GatedRMSNorm, RMSNorm, draw_uniform, linear
+from farstate.models.parts import GatedRMSNorm, RMSNorm, draw_uniform, linear, short_convolution
 from farstate.ops import backends
 from farstate.ops.convolution import causal_conv1d
 from farstate.ops.precision import compute_dtype
@@ -31,9 +31,7 @@ class Mamba2Mixer(nn.Module):
         inner, heads, channels = config.inner_width, config.heads, config.channels
         # The modules below hold parameters under mamba-ssm's names.
         self.in_proj = linear(config.width, inner + channels + heads, config.linear_bias)
-        self.conv1d: nn.Conv1d = nn.utils.skip_init(
-            nn.Conv1d, channels, channels, config.conv_width, groups=channels, bias=config.conv_bias
-        )
+        self.conv1d = short_convolution(channels, config.conv_width, config.conv_bias)
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))

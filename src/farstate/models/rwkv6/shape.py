@@ -30,7 +30,9 @@ class RWKV6Shape(Shape):
     group_norm_epsilon: Positive = Field(64e-5, description="of the norm over the channels of a head; fla has norm_epsilon here")
     norm_first: bool = Field(True, description="a LayerNorm between embedding and first block")
     decay_init_range: tuple[float, float] = Field(
-        (-6.0, -1.0), description="initial log(−log decay) of the first and the last key channel; lower forgets more slowly"
+        (-6.0, -1.0),
+        description="initial log(−log decay) of the first and the last key channel, in this order, whichever is larger; "
+        "lower forgets more slowly",
     )
 
     @model_validator(mode="after")
