@@ -8,6 +8,17 @@ s_{i−1} with one),
 
 The sums run over j ≤ i only, where no term exceeds its own final size, so that the factors may be large; what they lose is the
 rounding of s. The price is the range: F must stay finite, so the caller sees to s_Q ≥ `smallest_log_decay(Q)`.
+
+Gradients of the decays. g_m acts on what passes it: on pairs of a step j < m that writes and a step i that reads, i ≥ m
+without and i > m with bonus, on what these i read of S, on what these j leave in S', and on what crosses the chunk. With
+ρ_i = r_i ∘ ∂/∂r_i and κ_j = k_j ∘ ∂/∂k_j, as far as decays act there,
+
+    ∂/∂g_m = σ − Σ_{i<m} ρ_i + Σ_{j<m} κ_j (− ρ_m with bonus),   σ = Σ_v S ∘ ∂/∂S, of which all decays act
+
+No decay acts on the pairs of a step with itself, nor with bonus on those of neighbours and on what the first step reads of S.
+In ρ, κ and σ these would cancel in exact arithmetic only, and leave rounding of the size of o where strong decays leave
+little else, so they are kept apart. The sums run from the start for the same reason: from the end they would begin with
+S' ∘ ∂/∂S', which holds what step Q wrote itself.
 """
 
 from __future__ import annotations
@@ -25,7 +36,6 @@ from farstate.ops.vector_decay_chunks import (
     matrices,
     ones_to,
     over_steps,
-    pass_back,
     pass_on,
     product_by_head,
     set_diagonal,
@@ -104,39 +114,60 @@ class FactoredDecays(torch.autograd.Function):
         with without_autocast(r.device):
             do_c = torch.zeros_like(v_c) if do is None else by_head(do, length).mul(ctx.scale).contiguous()
 
-            # 1. Within the chunk.
+            # 1. Within the chunk; first the pairs on which decays act.
             dA = torch.bmm(matrices(do_c), matrices(v_c).mT)
             dv = torch.bmm(A.mT, matrices(do_c)).view_as(v_c)
-            ddiagonal = None
-            if bonus is not None:
-                ddiagonal = by_time(dA.diagonal(dim1=1, dim2=2).view(*do_c.shape[:-1], 1))
-            dA.tril_(0 if bonus is None else -1)
+            dself = by_time(dA.diagonal(dim1=1, dim2=2).view(*do_c.shape[:-1], 1))
+            dneighbours = None if bonus is None else _below_the_diagonal(dA, do_c)
+            dA.tril_(-1 if bonus is None else -2)
             dR = torch.bmm(dA, matrices(F)).view_as(R)
             dF = torch.bmm(dA.mT, matrices(R)).view_as(F)
 
-            # 2. Through the states, from the last chunk to the first.
+            # 2. Through the states, from the last chunk to the first, and σ on the way. With bonus the first step of a chunk reads
+            #    what no decay of the chunk has acted on: it joins after σ.
+            faded = slice(0 if bonus is None else 1, None)
             dstates = torch.empty_like(states)
-            dstates[:first].zero_()
-            torch.bmm(matrices(R[first:]).mT, matrices(do_c[first:]), out=matrices(dstates[first:-1]))
+            torch.bmm(matrices(R[first:])[:, faded].mT, matrices(do_c[first:])[:, faded], out=matrices(dstates[first:-1]))
             matrices(dR[first:]).baddbmm_(matrices(do_c[first:]), matrices(states[first:-1]).mT)
-            pass_back(dstates, decay, dfinal)
-            ds_end = (dstates[1:] * states[1:]).sum(-1)
+            if dfinal is None:
+                dstates[-1].zero_()
+            else:
+                dstates[-1].copy_(dfinal)
+            crossing = r.new_zeros(decay.shape[:-1])
+            for c in range(decay.shape[0] - 1, first - 1, -1):
+                dstates[c].addcmul_(dstates[c + 1], decay[c])
+                crossing[c] = (dstates[c] * states[c]).sum(-1)
+                if bonus is not None:
+                    dstates[c].addcmul_(R[c, :, :, 0].unsqueeze(-1), do_c[c, :, :, :1])
             dbracket = matrices(dstates[1:] * decay)
             matrices(dF).baddbmm_(matrices(v_c), dbracket.mT)
             matrices(dv).baddbmm_(matrices(F), dbracket)
 
-            # 3. Inputs. s̄_i scales R_i, −s_j scales F_j and s_Q the state that leaves, so that ∂/∂s̄_i = r_i ∘ ∂/∂r_i as far as
-            #    R goes, and so on; ∂/∂g sums from the end.
+            # 3. Inputs; first the gradients through R and F, and with them the decays.
             dr, dk = times_by_time(dR, e, length), times_by_time(dF, f, length)
             reading = r * dr
-            ds = torch.addcmul(reading, k, dk, value=-1.0)
-            ds.unflatten(1, (-1, length))[:, :, -1] += ds_end.transpose(0, 1)
-            dg = over_steps(ones_to(length, 0, ds).mT, steps(ds, length)).view(ds.shape)
-            dbonus = None
             if bonus is not None:
+                reading.unflatten(1, (-1, length))[:, :, 0] = 0.0
+            passing = (k * dk).sub_(reading)
+            before = ones_to(length, -1, passing).expand(crossing.shape[0] * crossing.shape[1], -1, -1)
+            entered = crossing.transpose(0, 1).reshape(before.shape[0], 1, -1)
+            dg = torch.baddbmm(entered, before, steps(passing, length)).view(r.shape)
+            dbonus = None
+            own = dself
+            if dneighbours is not None:
                 dg -= reading
-                dr += ddiagonal * bonus * k
-                dk += ddiagonal * bonus * r
-                dbonus = (ddiagonal * r * k).sum((0, 1))
+                dr[:, 1:].addcmul_(dneighbours[:, 1:], k[:, :-1])
+                dk[:, :-1].addcmul_(dneighbours[:, 1:], r[:, 1:])
+                dbonus = (dself * r * k).sum((0, 1))
+                own = dself * bonus
+            dr.addcmul_(own, k)
+            dk.addcmul_(own, r)
             dinitial = dstates[0] if first == 0 else None
             return dr, dk, by_time(dv), dg, dbonus, None, dinitial, None
+
+
+def _below_the_diagonal(dA: Tensor, like: Tensor) -> Tensor:
+    """dA (M, Q, Q) at (i, i − 1), zero for the first step of a chunk: (B, T, H, 1); `like` is (T / Q, B, H, Q, X)."""
+    entries = dA.new_zeros(*like.shape[:-1], 1)
+    entries.view(-1, like.shape[3])[:, 1:] = dA.diagonal(-1, dim1=1, dim2=2)
+    return by_time(entries)
