@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter
+from safetensors.torch import save_file
 
 from farstate import cli, params, sources
 from farstate.errors import FarstateError
@@ -96,6 +97,99 @@ def test_from_publication_to_publication(home: Path, capsys: pytest.CaptureFixtu
     called("export", str(result), "--output", "other", "--format", "mamba-ssm", "--dtype", "bfloat16")
     assert "wrote other: mamba-ssm format, bfloat16" in capsys.readouterr().out
     assert load_with_origin("other")[1]["storage"]["dtype"] == "bfloat16"
+
+
+def test_ids_of_special_tokens_go_along(home: Path) -> None:
+    path = home / "published/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token_id": 7, "eos_token_id": [8, 9], "pad_token_id": 6}))
+    export("published", "fla", "fla")
+    export("fla", "back", "transformers")
+    for name in ("fla", "back"):
+        data = json.loads((home / name / "config.json").read_text())
+        assert (data["bos_token_id"], data["eos_token_id"], data["pad_token_id"]) == (7, [8, 9], 6), name
+    # Its loader takes no key that it does not know.
+    export("published", "mamba-ssm", "mamba-ssm")
+    assert "bos_token_id" not in json.loads((home / "mamba-ssm/config.json").read_text())
+
+
+ORIGIN = {"format": "transformers", "config": {"model_type": "mamba2"}, "storage": {"file": "model.safetensors"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"storage": {"file": "../../x.safetensors"}}, "storage.file"),
+        ({"storage": {"file": "/tmp/x.safetensors"}}, "storage.file"),
+        ({"storage": {"file": "config.json"}}, "storage.file"),
+        ({"storage": {"file": ".."}}, "storage.file"),
+        ({"storage": {"file": 3}}, "storage.file"),
+        ({"storage": {"weight_map": {"backbone.norm_f.weight": "../../x.safetensors"}}}, "storage.weight_map.backbone"),
+        ({"storage": {"weight_map": {"backbone.norm_f.weight": "config.json"}}}, "storage.weight_map.backbone"),
+        ({"storage": {"weight_map": ["a"]}}, "storage.weight_map"),
+        ({"storage": {"dtype": "load"}}, "storage.dtype"),
+        ({"storage": {"dtype": "int8"}}, "storage.dtype"),
+        ({"storage": {"dtypes": {"backbone.norm_f.weight": "nn"}}}, "storage.dtypes.backbone"),
+        ({"storage": []}, "storage"),
+        ({"format": "blinkdl", "file": "../x.pth"}, "file"),
+        ({"format": "pickle"}, "format"),
+        ({"format": ["fla"]}, "format"),
+        ({"config": []}, "config"),
+        ({"beside": ["../tokenizer.json"]}, "beside.0"),
+        ({"checkpoint": "\x1b[2J"}, "checkpoint"),
+        ({"strange": 1}, "strange"),
+    ],
+)
+def test_a_header_cannot_name_files_outside(change: dict[str, Any], where: str, tmp_path: Path) -> None:
+    from farstate.models.checkpoints import save_model
+    from farstate.models.language_model import LanguageModel
+    from farstate.models.mamba2.shape import Mamba2Config
+
+    model = LanguageModel(Mamba2Config(vocabulary_size=10, width=16, layers=1, state_size=4, head_size=8))
+    save_model(model, tmp_path / "good", ORIGIN)
+    export(tmp_path / "good", tmp_path / "a/b/written")
+    save_model(model, tmp_path / "bad", ORIGIN | change)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(FarstateError, match=rf"model\.safetensors: header: 'origin\.{where}") as caught:
+        export(tmp_path / "bad", tmp_path / "a/b/out")
+    assert "\n" not in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("origin", ["{", "[" * 100_000, "3"])
+def test_a_damaged_header_is_explained(origin: str, tmp_path: Path) -> None:
+    from farstate.models.checkpoints import save_model
+    from farstate.models.language_model import LanguageModel
+    from farstate.models.mamba2.shape import Mamba2Config
+
+    model = LanguageModel(Mamba2Config(vocabulary_size=10, width=16, layers=1, state_size=4, head_size=8))
+    save_model(model, tmp_path)
+    config = json.dumps(model.config.model_dump(mode="json"))
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    save_file(tensors, tmp_path / "model.safetensors", {"config": config, "origin": origin})
+    with pytest.raises(FarstateError, match=r"model\.safetensors: header: 'origin") as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_narrow_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
+    from farstate.models.checkpoints import save_model
+    from farstate.models.language_model import LanguageModel
+    from farstate.models.mamba2.shape import Mamba2Config
+
+    model = LanguageModel(Mamba2Config(vocabulary_size=10, width=16, layers=1, state_size=4, head_size=8))
+    with torch.no_grad():
+        model.backbone.layers[0].mixer.D[1] = 7e4
+    save_model(model, tmp_path / "ours")
+    match = r"--dtype float16: backbone\.layers\.0\.mixer\.D holds 70000, beyond the largest number of float16, 65504"
+    with pytest.raises(FarstateError, match=match):
+        export(tmp_path / "ours", tmp_path / "out", "transformers", "float16")
+    assert not (tmp_path / "out").exists()
+    export(tmp_path / "ours", tmp_path / "out", "transformers", "bfloat16")
+    with torch.no_grad():
+        model.backbone.layers[0].mixer.D[1] = float("inf")
+    save_model(model, tmp_path / "spoilt")
+    export(tmp_path / "spoilt", tmp_path / "narrow", "transformers", "float16")  # it was infinite before
 
 
 def test_the_tokenizer_is_copied_where_it_lies(home: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 import mamba_ssm_oracle
@@ -333,13 +334,21 @@ def test_files_that_are_refused(refused: Any, tmp_path: Path) -> None:
 
     refused("transformers", halve("model-00002*"), "model-00002-of-.*safetensors: damaged or truncated")
     refused("transformers", halve("config.json"), "config.json: damaged, not JSON")
+    for text, match in (
+        ("[" * 100_000, "JSON nested too deeply"),
+        ('{"model_type": "mamba2", "hidden_size": ' + "1" * 5_000 + "}", "a number in it has thousands of digits"),
+    ):
+        refused("transformers", lambda folder, text=text: (folder / "config.json").write_text(text), match)
     refused("transformers", lambda folder: (folder / "config.json").write_text("[]"), "config.json: an object is expected")
     refused("transformers", lambda folder: next(folder.glob("model-00003*")).unlink(), "model-00003-of-.*: no such file")
     refused("transformers", indexed(lambda names: names.update(more="model-00001-of-00002.safetensors")), "no such file|does not")
     refused(
         "transformers", indexed(lambda names: names.update(more=next(iter(names.values())))), "says that it holds more, it does"
     )
-    refused("transformers", indexed(lambda names: names.update(more="../x.safetensors")), "not a file beside it")
+    for name in ("../x.safetensors", "/x.safetensors", "", "..", "config.json", "x\n.bin"):
+        refused(
+            "transformers", indexed(lambda names, name=name: names.update(more=name)), "names '.*', which is not a file beside"
+        )
     refused("mamba-ssm", halve("pytorch_model.bin"), "pytorch_model.bin: damaged or truncated")
     refused("mamba-ssm", lambda folder: (folder / "pytorch_model.bin").unlink(), "no model.safetensors and no pytorch_model.bin")
     refused("mamba-ssm", pickled([torch.ones(1)]), "not a dictionary of tensors")
@@ -349,9 +358,75 @@ def test_files_that_are_refused(refused: Any, tmp_path: Path) -> None:
         r"missing backbone.layers.0.norm.weight; unexpected extra; wrong shape: backbone.norm_f.weight is \(3,\), expected \(16,\); "
         r"not floating point: extra is torch.int64",
     )
+    norm = "backbone.norm_f.weight"
+    refused("mamba-ssm", pickled({norm: torch.eye(16).to_sparse()}), f"{norm} is sparse_coo; only dense tensors")
+    refused("mamba-ssm", pickled({norm: torch.eye(16).to_sparse_csr()}), f"{norm} is sparse_csr; only dense tensors")
+    refused("mamba-ssm", pickled({norm: torch.empty(16, device="meta")}), f"{norm} has a shape and no numbers")
+
+    def narrowed(folder: Path) -> None:
+        path = sorted(folder.glob("model-00001*"))[0]
+        tensors = files.read_file(path)
+        save_file(tensors | {name: t.to(torch.float8_e4m3fn) for name, t in list(tensors.items())[:1]}, path, {"format": "pt"})
+
+    refused("transformers", narrowed, "not of float64, float32, float16, bfloat16: .* is torch.float8_e4m3fn$")
     for plain in (False, True):
         refused("mamba-ssm", pickled({"w": Exploit(tmp_path / "was_run")}, plain), "damaged|holds more than tensors")
     assert not (tmp_path / "was_run").exists()
+
+
+def test_memory_is_taken_only_for_sizes_that_the_file_has(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    from farstate.models import checkpoints
+
+    devices: list[str] = []
+    whole = checkpoints._Unfilled.__init__
+
+    def noted(self: Any, *arguments: Any, **options: Any) -> None:
+        whole(self, *arguments, **options)
+        devices.extend({tensor.device.type for tensor in self.state_dict().values()})
+
+    monkeypatch.setattr(checkpoints._Unfilled, "__init__", noted)
+    folder = shutil.copytree(good / "transformers", tmp_path / "large")
+    configured(hidden_size=2**20, num_heads=2**18)(folder)
+    with pytest.raises(FarstateError, match="wrong shape"):
+        load_model(folder)
+    assert devices == ["meta"]
+    load_model(good / "transformers")
+    assert devices == ["meta", "meta", "cpu"]
+
+
+def test_swish_is_silu(good: Path, tmp_path: Path) -> None:
+    import shutil
+
+    folder = shutil.copytree(good / "transformers", tmp_path / "swish")
+    configured(hidden_act="swish")(folder)
+    hidden, _ = load_model(folder)(TOKENS)
+    assert torch.equal(hidden, load_model(good / "transformers")(TOKENS)[0])
+    export(folder, tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text())["hidden_act"] == "swish"
+
+
+@needs_mamba1
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_what_transformers_rescales_at_loading_is_read_as_it_stands(kind: str, tmp_path: Path) -> None:
+    """`rescale_prenorm_residual` is about the initialisation, but transformers divides what it loaded by √layers."""
+    save_transformers(transformers_model(kind), tmp_path, "safetensors")
+    configured(rescale_prenorm_residual=True)(tmp_path)
+    stored = files.read_file(tmp_path / "model.safetensors")
+    theirs, ours = load_transformers(tmp_path).state_dict(), load_model(tmp_path).state_dict()
+    for layer in range(2):
+        name = f"backbone.layers.{layer}.mixer.out_proj.weight"
+        assert torch.equal(ours[name], stored[name])
+        torch.testing.assert_close(theirs[name], stored[name] / 2**0.5)
+
+
+def test_mamba_ssm_has_defaults(good: Path, tmp_path: Path) -> None:
+    """`MambaConfig`'s own, of which our refusals know the names."""
+    from farstate.models.formats import mamba_ssm
+
+    config = mamba_ssm.to_config({"d_model": 64, "n_layer": 1}, tmp_path)
+    assert (config.vocabulary_size, config.padded_vocabulary, config.tied_embeddings) == (50277, 50280, True)
 
 
 # --- what cannot be written ------------------------------------------------------------------------------

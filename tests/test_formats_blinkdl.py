@@ -216,6 +216,8 @@ def test_bad_files_are_explained_in_a_line(tmp_path: Path) -> None:
     refused("missing blocks.0.att.time_faaaa")
     torch.save(weights | {"blocks.1.att.time_first": torch.zeros(2)}, path)
     refused("unexpected blocks.1.att.time_first")
+    torch.save(weights | {"blocks.987654321.att.time_first": torch.zeros(2)}, path)
+    refused("missing blocks.2.ln1.weight, .*; unexpected blocks.987654321.att.time_first")
     torch.save(weights | {"blocks.1.att.time_maa_w2": torch.zeros(5, WIDTH, MIX)}, path)
     refused(r"wrong shape: blocks.1.att.time_maa_w2 is \(5, 16, 3\), expected \(5, 3, 16\)")
     torch.save(weights | {"blocks.0.att.time_maa_x": torch.zeros(WIDTH)}, path)
@@ -245,6 +247,6 @@ def test_a_folder_with_two_files_is_ambiguous(tmp_path: Path) -> None:
     assert load_model(tmp_path).config.layers == LAYERS
     torch.save(official_file(), tmp_path / "b.pth")
     assert not blinkdl.detects(tmp_path)
-    with pytest.raises(FarstateError):
+    with pytest.raises(FarstateError, match=r"holds 2 \.pth files and no config\.json; name one of them: .*a\.pth"):
         load_model(tmp_path)
     assert load_model(tmp_path / "b.pth").config.layers == LAYERS

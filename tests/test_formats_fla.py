@@ -42,7 +42,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     (
         "mamba2",
-        {"head_dim": 8, "state_size": 6, "chunk_size": 8, "use_bias": True},
+        {"head_dim": 8, "state_size": 6, "chunk_size": 8, "use_bias": True, "hidden_act": "swish"},
         {"dt_limit": (0.0, None), "linear_bias": True},
     ),
     (
@@ -107,6 +107,22 @@ def test_models_trained_here_go_to_fla(architecture: str, shape: dict[str, Any],
     assert torch.equal(logits(tmp_path / "fla", ids), ours)
 
 
+def test_the_norm_before_the_gate_has_the_name_that_fla_gives_it(tmp_path: Path) -> None:
+    """By `fuse_norm`; under the other name fla would draw it anew."""
+    ids = model_checks.tokens(VOCABULARY, 1, 3)
+    for fused, right, wrong in ((True, "g_norm_swish_gate", "g_norm"), (False, "g_norm", "g_norm_swish_gate")):
+        folder = tmp_path / right
+        oracle().make(folder, "gla", ids, None, **SIZES, num_heads=2, intermediate_size=24, fuse_norm=fused)
+        load_model(folder)
+        tensors = load_file(folder / "model.safetensors")
+        renamed = {name.replace(f".{right}.", f".{wrong}."): tensor for name, tensor in tensors.items()}
+        assert renamed.keys() != tensors.keys()
+        save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+        assert oracle().load(folder, None)["problems"] != []
+        with pytest.raises(FarstateError, match=rf"has model.*\.{wrong}\.weight; {right} is its name by fuse_norm = {fused}"):
+            load_model(folder)
+
+
 def test_half_precision_comes_back_bit_by_bit(tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     oracle().make(folder, "gla", model_checks.tokens(VOCABULARY, 1, 3), None, **SIZES, num_heads=2, intermediate_size=24)
@@ -142,12 +158,20 @@ def test_the_two_mamba2_are_told_apart(tmp_path: Path) -> None:
         ("gla", "use_output_gate", False, "only use_output_gate = True"),
         ("gla", "hidden_act", "powlu", "only hidden_act = 'swish'"),
         ("gla", "attn", {"layers": [1]}, "only attn = None"),
-        ("gla", "num_heads", 3, "width × expand_k = 8 must be a multiple of heads = 3"),
-        ("gla", "hidden_size", "wide", "width: "),
+        ("gla", "num_heads", 3, "hidden_size × expand_k = 8 must be a multiple of num_heads = 3"),
+        ("gla", "hidden_size", "wide", "hidden_size: .* integer .found 'wide'"),
+        ("gla", "fuse_norm", "false", "fuse_norm: true or false is expected .found 'false'"),
+        ("gla", "use_short_conv", "false", "use_short_conv: true or false is expected .found 'false'"),
+        ("gla", "clamp_min", float("-inf"), "clamp_min: .* finite"),
+        ("gla", "expand_k", 1e308, "sizes beyond what can be computed with"),
+        ("gla", "tie_word_embeddings", "false", "tie_word_embeddings: .* boolean"),
+        ("gla", "quantization_config", {"bits": 4}, "quantised weights are not read"),
         ("rwkv6", "norm_bias", False, "only norm_bias = True"),
         ("rwkv6", "hidden_act", "relu", "only hidden_act = 'sqrelu'"),
         ("mamba2", "D_has_hdim", True, "only D_has_hdim = False"),
         ("mamba2", "norm_before_gate", True, "only norm_before_gate = False"),
+        ("mamba2", "conv_kernel", 1, "conv_kernel: "),
+        ("gated_deltanet", "conv_size", 1, "conv_size: "),
         ("mamba2", "num_heads", 3, "only num_heads = 4 is supported"),
         ("mamba2", "dt_limit", [0.1], "two numbers"),
         ("gated_deltanet", "attnres_block_size", 2, "only attnres_block_size = None"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from farstate.errors import FarstateError
 from farstate.params import Params, flatten, load, merge, read_yaml, validate
@@ -79,6 +80,29 @@ BAD = {
     "unknown arm in a figure": ("figures.fig5.arms", ["base", "contrl"], ["figures.fig5.arms", "did you mean 'control'"]),
     "a figure without base": ("figures.fig5.arms", ["control"], ["figures.fig5.arms", "'base'"]),
     "an arm called base": ("posttrain.arms.base", {"initial_state": "zero"}, ["'base'"]),
+    "a model twice in a figure": ("figures.fig5.models", ["tiny", "tiny"], ["figures.fig5.models", "'tiny' is named twice"]),
+    "an arm twice in a figure": (
+        "figures.fig5.arms",
+        ["base", "control", "control"],
+        ["figures.fig5.arms", "'control' is named twice"],
+    ),
+    "batch of one model not a multiple": (
+        "posttrain.by_model",
+        {"tiny": {"recipe": {"batch_tokens": 500}}},
+        ["posttrain.by_model.tiny.recipe.batch_tokens: 500", "× posttrain.recipe.micro_batches"],
+    ),
+    "parts of one model that do not divide": (
+        "pretrain.by_model",
+        {"tiny": {"recipe": {"micro_batches": 7}}},
+        ["pretrain.recipe.batch_tokens: ", "× pretrain.by_model.tiny.recipe.micro_batches"],
+    ),
+    "a budget of one model below one batch": (
+        "pretrain.by_model",
+        {"tiny": {"tokens": 5}},
+        ["pretrain.by_model.tiny.tokens: 5 is less", "pretrain.recipe.batch_tokens"],
+    ),
+    "an infinite range": ("models.tiny.shape.dt_limit", [0.0, float("inf")], ["models.tiny.shape.dt_limit[1]", "finite"]),
+    "a size beyond all": ("models.tiny.shape.width", 10**30, ["models.tiny.shape.width", "must not exceed"]),
     "batch not a multiple": ("posttrain.recipe.batch_tokens", 500, ["posttrain.recipe.batch_tokens", "500", "multiple"]),
     "sizes that do not divide": ("models.tiny.shape.head_size", 7, ["models.tiny.shape", "head_size = 7"]),
     "no source": ("corpus.sources", [], ["corpus.sources"]),
@@ -98,6 +122,24 @@ BAD = {
         ["corpus.sources[0].package", "'x>=1'"],
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("rwkv6", "decay_init_range", (-8.0, float("inf"))),
+        ("gla", "decay_bias_range", (float("-inf"), 0.0)),
+        ("gla", "log_decay_floor", float("-inf")),
+        ("mamba2", "A_init_range", (1.0, float("inf"))),
+        ("gated_deltanet", "A_init_range", (0.0, float("inf"))),
+        ("hybrid", "rope_theta", float("inf")),
+    ],
+)
+def test_shapes_hold_finite_numbers(architecture: str, key: str, value: Any) -> None:
+    from farstate.models.registry import ARCHITECTURES
+
+    with pytest.raises(ValidationError, match="finite number"):
+        ARCHITECTURES[architecture].shape(width=64, layers=4, **{key: value})
 
 
 def test_an_unknown_key_of_an_arm_lists_the_keys_of_its_kind(valid: dict[str, Any]) -> None:
@@ -164,6 +206,7 @@ def test_missing_section(valid: dict[str, Any]) -> None:
 YAML = {
     "a number only YAML 1.2 reads": ("posttrain: {steps: 1e3}", ["posttrain.steps", "1.0e-3"]),
     "on is true for one": ("report: {paper_values: on}", ["report.paper_values", "true or false"]),
+    "not a number": ("compare: {tolerance: .nan}", ["compare.tolerance: nan is not allowed"]),
     "octal": ("compare: {seed: 010}", ["compare.seed"]),
     "sexagesimal": ("compare: {seed: 1:30}", ["compare.seed"]),
     "a key given twice": ("compare: {seed: 1, seed: 2}", ["line 1"]),

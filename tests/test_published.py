@@ -302,6 +302,11 @@ def test_bad_input_is_explained_in_a_line(home: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("")
     (tmp_path / "cut.jsonl.zst").write_bytes((home / "val.jsonl.zst").read_bytes()[:-20])
     (tmp_path / "no_tokenizer.json").write_text("{}")
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    (tmp_path / "folder/tokenizer.json").mkdir(parents=True)
+    export(home / "transformers", tmp_path / "bare", "mamba-ssm")
+    (tmp_path / "bare/tokenizer.json").unlink()
+    (tmp_path / "bare/tokenizer.json").mkdir()
     small = LanguageModel(Mamba2Config(vocabulary_size=200, width=8, layers=1, state_size=4, head_size=8))
     save_model(small, tmp_path / "small")
     with torch.no_grad():
@@ -317,6 +322,11 @@ def test_bad_input_is_explained_in_a_line(home: Path, tmp_path: Path) -> None:
         ((good, "--text", text, "--output", "out"), "give one of the two"),
         (("absent", "--text", text), "absent: no such folder or file, and no name on the hub"),
         ((good, "--text", "absent.jsonl"), "absent.jsonl: no such file; --text takes"),
+        ((good, "--text", str(tmp_path)), "is a folder; --text takes one"),
+        ((good, "--text", str(tmp_path / "latin.txt")), r"latin\.txt: not utf-8 .byte 0xe9 at offset 3.$"),
+        ((good, "--text", text, "--tokenizer", str(tmp_path / "folder")), "folder: is a folder without a tokenizer.json"),
+        ((good, "--text", text, "--tokenizer", str(tmp_path / "folder/tokenizer.json")), "is a folder without a tokenizer.json"),
+        ((str(tmp_path / "bare"), "--text", text), "bare/tokenizer.json: is a folder; give --tokenizer FILE"),
         ((good, "--text", text, "--text-key", "body"), "text.jsonl line 1: no text under 'body'"),
         ((good, "--text", str(tmp_path / "broken.jsonl")), "broken.jsonl line 2: not JSON"),
         ((good, "--text", str(tmp_path / "cut.jsonl.zst")), "cut.jsonl.zst: truncated"),

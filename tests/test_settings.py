@@ -31,6 +31,14 @@ def test_the_backend_is_read_from_the_file_the_command_line_and_the_workflow(
     assert current_settings()[0].backend == "naive"
 
 
+@pytest.mark.parametrize("given", ["", "{", "[]", "5", "null", "[" * 100_000])
+def test_what_the_workflow_hands_over_is_checked(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARSTATE_SETTINGS", given)
+    with pytest.raises(FarstateError, match=r"FARSTATE_SETTINGS: (not JSON|a JSON object is expected)") as caught:
+        current_settings()
+    assert "\n" not in str(caught.value)
+
+
 def test_an_unknown_backend_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text("backend: cuda\n")
