@@ -278,7 +278,7 @@ def test_configurations_of_mamba_ssm_that_are_refused(changes: dict[str, Any], m
         ({"hidden_size": None}, "hidden_size: .* integer .found None"),
         ({"hidden_size": "32"}, "hidden_size: .* integer .found '32'"),
         ({"hidden_size": [32]}, "hidden_size: .* integer .found"),
-        ({"num_heads": "4"}, "num_heads: an integer is expected .found '4'"),
+        ({"num_heads": "4"}, "num_heads: an integer up to 2147483648 is expected .found '4'"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings: .* boolean .found 'false'"),
         ({"expand": 2.5}, "expand: .* integer"),
         ({"head_dim": 5}, "hidden_size × expand = 32 must be a multiple of head_dim = 5"),
@@ -368,6 +368,12 @@ def test_files_that_are_refused(refused: Any, tmp_path: Path) -> None:
         tensors = files.read_file(path)
         save_file(tensors | {name: t.to(torch.float8_e4m3fn) for name, t in list(tensors.items())[:1]}, path, {"format": "pt"})
 
+    head = {"lm_head.weight": torch.ones(3).to(torch.float8_e4m3fn), "backbone.embedding.weight": torch.ones(3)}
+    refused(
+        "mamba-ssm",
+        lambda folder: (configured(tie_embeddings=True)(folder), pickled(head)(folder)),
+        "lm_head.weight is torch.flo",
+    )
     refused("transformers", narrowed, "not of float64, float32, float16, bfloat16: .* is torch.float8_e4m3fn$")
     for plain in (False, True):
         refused("mamba-ssm", pickled({"w": Exploit(tmp_path / "was_run")}, plain), "damaged|holds more than tensors")

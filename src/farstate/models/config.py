@@ -10,13 +10,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-_LARGEST_SIZE = 1 << 31
+LARGEST_SIZE = 1 << 31
 
 
 def _computable(size: int) -> int:
     # Far above any model, and low enough for products of a few to be numbers of any kind.
-    if size > _LARGEST_SIZE:
-        raise ValueError(f"must not exceed {_LARGEST_SIZE}")
+    if size > LARGEST_SIZE:
+        raise ValueError(f"must not exceed {LARGEST_SIZE}")
     return size
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from farstate.errors import FarstateError, nearest
-from farstate.models.config import Config
+from farstate.models.config import LARGEST_SIZE, Config
 from farstate.models.formats.files import CONFIG, DTYPES, peek
 from farstate.models.registry import ARCHITECTURES, config_from_json
 
@@ -72,8 +72,8 @@ def whole(values: Mapping[str, Any], key: str, default: int, path: Path) -> int:
         FarstateError: something else.
     """
     value = values.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise FarstateError(f"{path}: {key}: an integer is expected (found {shown(value)})")
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > LARGEST_SIZE:
+        raise FarstateError(f"{path}: {key}: an integer up to {LARGEST_SIZE} is expected (found {shown(value)})")
     return value
 
 
@@ -149,6 +149,8 @@ def untie(tensors: dict[str, Tensor], config: Config, source: Path) -> None:
     if embedding is None:
         return
     head = tensors.get(HEAD, embedding)
+    if not {head.dtype, embedding.dtype} <= set(DTYPES.values()):
+        return  # what such weights are called is said by `check_names_and_shapes`
     if head is not embedding and not torch.equal(head, embedding):
         raise FarstateError(f"{source}: {HEAD} and {EMBEDDING} differ although the configuration ties them")
     tensors[EMBEDDING] = tensors[HEAD] = embedding
