@@ -289,7 +289,10 @@ def test_configurations_of_mamba_ssm_that_are_refused(changes: dict[str, Any], m
         ({"layer_norm_epsilon": 10**400}, "layer_norm_epsilon: "),
         ({"hidden_size": 10**30}, "hidden_size: must not exceed 2147483648 .found 1000"),
         ({"vocab_size": 2**31 - 1, "hidden_size": 2**20, "num_heads": 2**18}, "wrong shape: backbone.embedding.weight"),
-        ({"vocab_size": 2**31 - 1, "hidden_size": 2**30, "expand": 2**30, "num_heads": 2**57}, "sizes that no tensor can have"),
+        (
+            {"vocab_size": 2**31 - 1, "hidden_size": 2**30, "expand": 2**30, "num_heads": 2**29, "head_dim": 2**31},
+            "sizes that no tensor can have",
+        ),
         ({"num_hidden_layers": 10**9}, "holds 21 tensors, the configuration has 1000000000 layers"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config = .*: quantised weights are not read"),
         ({"num_heads": 3}, "num_heads × head_dim = 24 differs from hidden_size × expand = 32"),
