@@ -170,6 +170,26 @@ def test_the_gradient_of_a_decay_is_more_than_rounding(dt: float, D: float | Non
         assert error <= 5e-6, name
 
 
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize("dt", [3.7, 1.8])
+@pytest.mark.parametrize(("values", "gradients"), [(1e6, 1.0), (1.0, 1e-14)], ids=["large values", "small gradients"])
+def test_the_range_of_float32_suffices(values: float, gradients: float, dt: float, with_state: bool) -> None:
+    """The factors of decays neither overflow with large values nor push small gradients below the normal numbers."""
+    inputs = ssd_inputs(time=64)
+    inputs |= {"dt": torch.full_like(inputs["dt"], dt), "A": -torch.ones_like(inputs["A"])}
+    inputs |= {name: values * inputs[name] for name in ("x", "B")}
+    if not with_state:
+        del inputs["initial_state"]
+
+    def scaled(op: Op) -> Op:
+        return lambda **kw: tuple(gradients * output for output in op(**kw))
+
+    exact = outputs_and_gradients(scaled(ssd.naive), inputs, torch.float64)
+    actual = outputs_and_gradients(scaled(ssd.chunked), inputs, torch.float32)
+    for name, expected in exact.items():
+        assert (actual[name].double() - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
 def test_long_sequences_lose_nothing() -> None:
     """Slow decays over 8,192 steps: the error does not grow with the length."""
     inputs = ssd_inputs(batch=1, time=8192, heads=2, seed=5)

@@ -181,6 +181,24 @@ def test_the_gradient_of_a_decay_is_more_than_rounding(op: ModuleType, step: flo
 
 
 @every_operation
+@pytest.mark.parametrize("step", [-3.7, -1.8])
+@pytest.mark.parametrize(("values", "gradients"), [(1e6, 1.0), (1e9, 1.0), (1.0, 1e-14)])
+def test_the_range_of_float32_suffices(op: ModuleType, values: float, gradients: float, step: float) -> None:
+    """The factors of decays neither overflow with large values nor push small gradients below the normal numbers."""
+    given_inputs = inputs(op, time=64)
+    given_inputs["log_decay"] = torch.full_like(given_inputs["log_decay"], step)
+    given_inputs |= {name: values * given_inputs[name] for name in ("k", "v")}
+
+    def scaled(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
+        return lambda **kw: tuple(gradients * output for output in function(**kw))
+
+    exact = outputs_and_gradients(scaled(op.naive), given_inputs, torch.float64)
+    actual = outputs_and_gradients(scaled(op.chunked), given_inputs, torch.float32)
+    for name, expected in exact.items():
+        assert (actual[name].double() - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
+@every_operation
 def test_a_channel_may_be_cleared(op: ModuleType) -> None:
     """A log decay of minus infinity: what was before is gone, and no gradient passes."""
     given_inputs = inputs(op, time=21)

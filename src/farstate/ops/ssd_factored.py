@@ -1,14 +1,16 @@
 """State-space duality with factored decays, for chunks in which no state fades below exp(−60) (see `farstate.ops.ssd`).
 
-With s_i = Σ_{k≤i} dt_k A from the start of a chunk, exp(s_i − s_j) = e_i f_j with e = exp(s) and f = exp(−s). The decays of
-a head then scale the rows of its inputs and outputs, and what is left is the same for all heads of a group:
+With s_i = Σ_{k≤i} dt_k A from the start of a chunk and μ = s_Q / 2, exp(s_i − s_j) = e_i f_j with e = exp(s − μ) and
+f = exp(μ − s). The decays of a head then scale the rows of its inputs and outputs, and what is left is the same for all heads
+of a group:
 
     F_j = f_j dt_j x_j,   K = C Bᵀ strictly below the diagonal,   κ_i = C_i · B_i
-    y_i = Y_i + (dt_i κ_i + D) x_i,   Y_i = e_i ( Σ_j K_ij F_j + h C_i ),   h' = e_Q ( h + Σ_j F_j B_jᵀ )
+    y_i = Y_i + (dt_i κ_i + D) x_i,   Y_i = e_i ( Σ_j K_ij F_j + h C_i ),   h' = exp(μ + μ') ( h + Σ_j F_j B_jᵀ )
 
 so that the Q × Q masks, one for each head, disappear, and the heads fill one wide matrix product. The factors carry a
 relative error each, however large the exponents; the sums run over j < i only, where no term exceeds its own final size.
-The price is the range: f must stay finite, so the caller sees to s_Q ≥ `smallest_log_decay(Q)`.
+Here h is the entering state times exp(μ), and h' the leaving one times the exp(μ') of the next chunk, or of 0 after the last.
+The price is the range, so the caller sees to s_Q ≥ `smallest_log_decay(Q)`; thanks to μ factors stay within exp(±30).
 
 Gradients of the decays. The one of step k acts on what passes it: on the pairs j < k ≤ i, on what step i ≥ k reads of h, on
 what step j < k leaves in h', and on what crosses the chunk. Of all that involves step i as a reader Y_i is the sum, of all
@@ -35,7 +37,7 @@ from farstate.ops.ssd_chunks import chunks, unchunk
 
 
 def smallest_log_decay(length: int) -> float:
-    """How far a chunk of `length` steps may fade: exp(60) leaves room in float32 for the numbers it multiplies.
+    """How far a chunk of `length` steps may fade: factors within exp(±30) leave float32 room for values and gradients of 1e±20.
 
     Short chunks are bounded by the step. The gradient of a decay is formed as a difference, of which a step that forgets
     nearly everything would leave nothing but rounding.
@@ -68,14 +70,18 @@ class FactoredSSD(torch.autograd.Function):
 
             # 1. Decays in float64: they are few, and everything else is multiplied by them.
             s = torch.cumsum(dt_c.double() * A.double(), dim=2)
+            s -= s[:, :, -1:] / 2
             e, f = torch.exp(s).to(x.dtype), torch.exp(-s).to(x.dtype)
+            middle = s[:, :, -1, :, None, None]
+            end = torch.exp(middle + torch.cat([middle[1:], torch.zeros_like(middle[:1])])).to(x.dtype)
+            if initial_state is not None:
+                initial_state = initial_state * e[0, :, -1, :, None, None]
             F = x.new_empty(count, batch, length, heads, channels)
             torch.mul(x_c, (dt_c * f).unsqueeze(-1), out=F)
             F_rows = F.view(-1, length, inner)
 
             # 2. The state after each chunk.
             states = torch.bmm(F_rows.mT, B_c).view(count, batch, heads, channels, state_size)
-            end = e[:, :, -1, :, None, None]
             for c in range(count):
                 entering = states[c - 1] if c > 0 else initial_state
                 if entering is not None:
@@ -95,7 +101,7 @@ class FactoredSSD(torch.autograd.Function):
             y = x.new_empty(batch, time, heads, channels)
             torch.addcmul(Y, x_c, _of_itself(dt_c, own, D), out=chunks(y, length))
 
-            ctx.save_for_backward(x, dt, A, D, B_c, C_c, K, own, F, e, f, states, initial_state, Y)
+            ctx.save_for_backward(x, dt, A, D, B_c, C_c, K, own, F, e, f, end, states, initial_state, Y)
             ctx.length = length
             ctx.set_materialize_grads(False)
             # A copy: the caller may keep the final state long after the states between chunks are freed.
@@ -104,7 +110,7 @@ class FactoredSSD(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, dt, A, D, B_c, C_c, K, own, F, e, f, states, initial_state, Y = ctx.saved_tensors
+        x, dt, A, D, B_c, C_c, K, own, F, e, f, end, states, initial_state, Y = ctx.saved_tensors
         length = ctx.length
         if dy is None and dfinal is None:
             return (None,) * 8
@@ -131,7 +137,7 @@ class FactoredSSD(torch.autograd.Function):
             dC = torch.bmm(dK, B_c)
 
             # 2. Through the states, from the last chunk to the first. dstates[c] is first the gradient of the state that leaves
-            #    chunk c, then, times e_Q, that of the bracket of h'. The last chunk's stays absent while nothing depends on it.
+            #    chunk c, then, times exp(μ + μ'), that of the bracket of h'. The last chunk's stays absent while nothing depends on it.
             #    entered[c] is ⟨h, ∂/∂h⟩ of the state that enters chunk c.
             entered = x.new_zeros(count, batch, heads)
             dinitial = None
@@ -152,7 +158,7 @@ class FactoredSSD(torch.autograd.Function):
                 for c in range(live - 1, -1, -1):
                     if c < count - 1:
                         entered[c + 1] = (dstates[c] * states[c]).sum((-2, -1))
-                    dstates[c] *= e[c, :, -1, :, None, None]
+                    dstates[c] *= end[c]
                     if c > 0:
                         dstates[c - 1] += dstates[c]
                 if dinitial is not None:
@@ -177,6 +183,8 @@ class FactoredSSD(torch.autograd.Function):
             dD = None if D is None else xdy.sum((0, 1, 2))
             torch.mul(dF, (dt_c * f).unsqueeze(-1), out=dx_c)
             dx_c.addcmul_(dy_c, _of_itself(dt_c, own, D))
+            if dinitial is not None:
+                dinitial *= e[0, :, -1, :, None, None]
             return dx, unchunk(ddt, batch), dA, unchunk(dB, batch), unchunk(dC, batch), dD, dinitial, None
 
 

@@ -1,13 +1,14 @@
-"""Vector decays factored at the start of a chunk, for chunks over which no channel fades below exp(−60) (see `vector_decay`).
+"""Vector decays factored at one point of a chunk, for chunks over which no channel fades below exp(−60) (see `vector_decay`).
 
-With s_i = Σ_{k≤i} g_k from the start of the chunk, and s̄_i the part of it that acts before step i is read (s_i without bonus,
-s_{i−1} with one),
+With s_i = Σ_{k≤i} g_k − μ from the start of the chunk, where μ = Σ_k g_k / 2 is half of all, and s̄_i the part of it that acts
+before step i is read (s_i without bonus, s_{i−1} with one),
 
     R_i = r_i ∘ exp(s̄_i),   F_j = k_j ∘ exp(−s_j),   A = tril(R Fᵀ), with bonus: its diagonal is Σ_n r u k
-    o = scale · (A v + R S),   S' = diag(exp s_Q) (S + Fᵀ v)
+    o = scale · (A v + R S),   S' = diag(exp(μ + μ')) (S + Fᵀ v)
 
+Here S is the entering state times exp(μ), and S' the leaving one times the exp(μ') of the next chunk, or of 0 after the last.
 The sums run over j ≤ i only, where no term exceeds its own final size, so that the factors may be large; what they lose is the
-rounding of s. The price is the range: F must stay finite, so the caller sees to s_Q ≥ `smallest_log_decay(Q)`.
+rounding of s. The price is the range, so the caller sees to 2 μ ≥ `smallest_log_decay(Q)`; factors stay within exp(±30).
 
 Gradients of the decays. g_m acts on what passes it: on pairs of a step j < m that writes and a step i that reads, i ≥ m
 without and i > m with bonus, on what these i read of S, on what these j leave in S', and on what crosses the chunk. With
@@ -45,7 +46,7 @@ from farstate.ops.vector_decay_chunks import (
 
 
 def smallest_log_decay(length: int) -> float:
-    """How far a channel may fade over a chunk of `length` steps: exp(60) leaves room in float32 for the numbers it multiplies.
+    """How far a channel may fade over a chunk: factors within exp(±30) leave float32 room for values and gradients of 1e±20.
 
     Short chunks are bounded by the step. The gradient of a decay is formed as a difference, of which a step that forgets
     nearly everything would leave nothing but rounding.
@@ -75,9 +76,12 @@ class FactoredDecays(torch.autograd.Function):
 
             # 1. Decays, and the factors that carry them.
             g = steps(log_decay, length)
-            s = over_steps(ones_to(length, 0, g), g)
-            decay = s[:, -1].exp().view(batch, count, heads, keys, 1).transpose(0, 1)
-            e = (torch.exp(s) if bonus is None else torch.sub(s, g).exp_()).view(r.shape)
+            s = over_steps(ones_to(length, 0, g) - 0.5, g)
+            middle = s[:, -1].view(batch, count, heads, keys, 1).transpose(0, 1)
+            decay = torch.exp(middle + torch.cat([middle[1:], torch.zeros_like(middle[:1])]))
+            half = middle[0].exp()
+            # With bonus the very numbers of the step before, so that the factors of neighbours cancel to rounding of 1.
+            e = (torch.exp(s) if bonus is None else torch.cat([-s[:, -1:], s[:, :-1]], dim=1).exp_()).view(r.shape)
             f = s.neg_().exp_().view(r.shape)
             R, F = product_by_head(r, e, length), product_by_head(k, f, length)
             v_c = by_head(v, length).contiguous()
@@ -86,7 +90,7 @@ class FactoredDecays(torch.autograd.Function):
             states = r.new_empty(count + 1, batch, heads, keys, values)
             torch.bmm(matrices(F).mT, matrices(v_c), out=matrices(states[1:]))
             states[1:] *= decay
-            pass_on(states, decay, initial_state)
+            pass_on(states, decay, None if initial_state is None else initial_state * half)
 
             # 3. Outputs: what the chunk reads of itself, and of the state that entered it.
             A = torch.bmm(matrices(R), matrices(F).mT)
@@ -98,7 +102,7 @@ class FactoredDecays(torch.autograd.Function):
             o = torch.bmm(A, matrices(v_c)).view_as(v_c)
             matrices(o[first:]).baddbmm_(matrices(R[first:]), matrices(states[first:-1]))
 
-            ctx.save_for_backward(r, k, bonus, e, f, R, F, v_c, A, decay, states)
+            ctx.save_for_backward(r, k, bonus, e, f, R, F, v_c, A, half, decay, states)
             ctx.scale, ctx.length, ctx.first = scale, length, first
             ctx.set_materialize_grads(False)
             # A copy: the caller keeps the final state long after the states between chunks are freed.
@@ -107,7 +111,7 @@ class FactoredDecays(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        r, k, bonus, e, f, R, F, v_c, A, decay, states = ctx.saved_tensors
+        r, k, bonus, e, f, R, F, v_c, A, half, decay, states = ctx.saved_tensors
         length, first = ctx.length, ctx.first
         if do is None and dfinal is None:
             return (None,) * 8
@@ -162,7 +166,7 @@ class FactoredDecays(torch.autograd.Function):
                 own = dself * bonus
             dr.addcmul_(own, k)
             dk.addcmul_(own, r)
-            dinitial = dstates[0] if first == 0 else None
+            dinitial = dstates[0] * half if first == 0 else None
             return dr, dk, by_time(dv), dg, dbonus, None, dinitial, None
 
 
