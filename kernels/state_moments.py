@@ -6,8 +6,9 @@
 
 Given k and the decays the columns of S do not know of each other. A program takes one batch row, one head and BLOCK_V columns,
 all K rows of them, and walks through time; its state never leaves the registers. So decays of any strength are safe and nothing
-drifts: the numbers are those of the definition (`farstate.ops.state_moments.naive`). Partial sums of the programs of a head are
-added afterwards. Offsets into time and batch are 64-bit.
+drifts: the numbers are those of the definition (`farstate.ops.state_moments.naive`). Squares are summed about the mean, which
+keeps the digits of a small variance; what the programs of a head found is put together afterwards, in float64. Offsets into time
+and batch are 64-bit.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def state_moments_fwd_kernel(
     stride_pn, stride_pc, stride_pb, stride_pt, stride_ph,
     DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Shapes: see `scan`. partial (2, column blocks, B, T, H): sums and squares of the entries in the columns of the program."""
+    """Shapes: see `scan`. partial (2, column blocks, B, T, H): of the entries in the columns of the program, the mean m and
+    Σ (h − m)²."""
     i_c = tl.program_id(0)
     i_b = tl.program_id(1) // heads
     i_h = tl.program_id(1) % heads
@@ -48,6 +50,7 @@ def state_moments_fwd_kernel(
     p_g = log_decay + offsets(i_b, stride_gb) + offsets(i_h, stride_gh) + offsets(i_k, stride_gk)
     p_out = partial + offsets(i_c, stride_pc) + offsets(i_b, stride_pb) + offsets(i_h, stride_ph)
     m = m_k[:, None] & m_v[None, :]
+    entries = (keys * tl.minimum(BLOCK_V, values - i_c * BLOCK_V)).to(tl.float32)
     if weight is not None:
         p_w = weight + offsets(i_b, stride_wb) + offsets(i_h, stride_wh)
     if initial is None:
@@ -67,8 +70,10 @@ def state_moments_fwd_kernel(
             b_u *= tl.load(p_w).to(tl.float32)
             p_w += stride_wt
         b_s += b_k[:, None] * b_u[None, :]
-        tl.store(p_out, tl.sum(tl.sum(b_s, axis=1), axis=0))
-        tl.store(p_out + stride_pn, tl.sum(tl.sum(b_s * b_s, axis=1), axis=0))
+        b_mean = tl.sum(tl.sum(b_s, axis=1), axis=0) / entries
+        b_apart = tl.where(m, b_s - b_mean, 0.0)
+        tl.store(p_out, b_mean)
+        tl.store(p_out + stride_pn, tl.sum(tl.sum(b_apart * b_apart, axis=1), axis=0))
         # One step further at a time: no product that could leave 32 bits.
         p_k += stride_kt
         p_v += stride_vt
@@ -89,7 +94,7 @@ def scan(
     initial_state: Tensor | None = None,
     delta: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums and squared norms (B, T, H) and the final state (B, H, K, V), float32, without gradients; any strides.
+    """Sums and squared norms (B, T, H), float64, and the final state (B, H, K, V), float32, without gradients; any strides.
 
     Args:
         k: (B, T, G, K), H divisible by G.
@@ -117,8 +122,9 @@ def scan(
         *((0, 0, 0, 0) if initial_state is None else initial_state.stride()), *final.stride(), *partial.stride(),
         DELTA=delta, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=1,
     )  # fmt: skip
-    sums, squares = partial.sum(1)
-    return sums, squares, final
+    mean, about_mean = partial.double()
+    entries = keys * torch.arange(0, values, block_v, device=k.device).sub_(values).neg_().clamp_(max=block_v).view(-1, 1, 1, 1)
+    return (entries * mean).sum(0), (entries * mean.square() + about_mean).sum(0), final
 
 
 def _check(k: Tensor, v: Tensor, log_decay: Tensor, weight: Tensor | None, initial_state: Tensor | None) -> None:

@@ -71,7 +71,7 @@ def compare(arguments: dict[str, Tensor | None], delta: bool = False) -> None:
     errors = {}
     for name, actual, exact in zip(("sums", "squared norms", "final state"), found, expected, strict=True):
         assert torch.isfinite(actual).all()
-        assert actual.dtype == torch.float32
+        assert actual.dtype == (torch.float32 if name == "final state" else torch.float64)
         errors[name] = ((actual.double() - exact).abs().max() / exact.abs().max()).item()
     print(errors)
     assert max(errors.values()) <= TOLERANCE, errors
@@ -90,6 +90,20 @@ def test_one_decay_a_head(dtype: torch.dtype, delta: bool) -> None:
     arguments["log_decay"] = arguments["log_decay"][..., 0]
     arguments["k"] = torch.nn.functional.normalize(arguments["k"], dim=-1)
     compare(arguments, delta)
+
+
+def test_a_small_standard_deviation_keeps_its_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_ENTRIES", 64)
+    arguments = {name: 1.0 + 0.01 * value for name, value in inputs(time=9, keys=7, values=19).items()}
+    arguments["log_decay"] = torch.full_like(arguments["log_decay"], -0.05)
+    sums, squares, _ = kernel.scan(**arguments)
+    exact_sums, exact_squares, _ = reference(**arguments, delta=False)
+    exact, found = (state_moments.Moments(a, b, 7 * 19) for a, b in ((exact_sums, exact_squares), (sums, squares)))
+    ratio = (exact.mean / exact.std).median().item()
+    relative = ((found.std - exact.std) / exact.std).abs().max().item()
+    print(f"mean / std {ratio:.0f}, std to {relative:.1e}")
+    assert ratio > 50.0
+    assert relative <= 2.5e-7 * ratio
 
 
 @pytest.mark.parametrize("left_out", ["weight", "initial_state"])

@@ -52,6 +52,7 @@ def delta_rule(
     length = min(time, operation.default_chunk_length(time, keys, values) if chunk_length is None else chunk_length)
     missing = -time % length
     k, v = (F.pad(t.to(dtype), (0, 0, 0, 0, 0, missing)) for t in (k, v))
+    log_decay = log_decay.to(dtype).clamp(min=moment_scan.SMALLEST_LOG_DECAY)
     log_decay, beta = (F.pad(t.to(dtype), (0, 0, 0, missing)) for t in (log_decay, beta))
     q = k if read is None else F.pad(read.to(dtype), (0, 0, 0, 0, 0, missing))
     initial_state = None if initial_state is None else initial_state.to(dtype)
@@ -78,6 +79,6 @@ def delta_rule(
 
     def unchunk(tensor: Tensor) -> Tensor:
         """(chunks, B, Q, H) → (B, T, H)."""
-        return tensor.transpose(0, 1).flatten(1, 2)[:, :time].to(dtype)
+        return tensor.transpose(0, 1).flatten(1, 2)[:, :time]
 
     return Scan(unchunk(sums), unchunk(squares), final_state, None if read is None else y[:, :time])

@@ -1,7 +1,12 @@
 """Moments of the states of the selective scan (see `state_moments`, `selective_scan`), and its outputs with them.
 
 Every entry has a decay of its own, which leaves nothing to factor: the states of a few steps at a time are formed and reduced
-where they lie, two passes more over each. Shapes as in `selective_scan`.
+where they lie, the squares about the mean m of the N entries h:
+
+    Σ h = N m,   Σ h² = N m² + Σ (h − m)²
+
+With float64 outside of the sums over n, their variance is the last of these, rounded as a float32 and no more. Shapes as in
+`selective_scan`.
 """
 
 from __future__ import annotations
@@ -35,11 +40,11 @@ def diagonal_decay(
     x, dt, A, B = (t.to(dtype) for t in (x, dt, A, B))
     C = B if read is None else read.to(dtype)
     (batch, time, width), size = x.shape, A.shape[1]
-    sums, squares = (torch.empty(x.shape, dtype=dtype, device=x.device) for _ in range(2))
-    y = None if read is None else torch.empty_like(sums)
+    sums, squares = (torch.empty(x.shape, dtype=torch.float64, device=x.device) for _ in range(2))
+    y = None if read is None else torch.empty_like(x)
     final = x.new_empty(batch, width, size)
     # Time outermost, so that a step is one dense piece; channels innermost, so that sums over n add long vectors.
-    A = A.t().contiguous().mul_(math.log2(math.e))
+    A = (A * math.log2(math.e)).t().contiguous()
     with without_autocast(x.device):
         for rows, channels in _tiles(x, size):
             A_tile = A[:, channels]
@@ -63,8 +68,11 @@ def diagonal_decay(
                 if y is not None:
                     vectors = C[rows, chunk].transpose(0, 1).reshape(-1, 1, size)
                     y[here] = torch.bmm(vectors, states.flatten(0, 1)).view(dt_here.shape).transpose(0, 1)
-                sums[here] = states.sum(2).transpose(0, 1)
-                squares[here] = states.square_().sum(2).transpose(0, 1)
+                mean = states.mean(2, keepdim=True)
+                about_mean = states.sub_(mean).square_().sum(2)
+                mean = mean.squeeze(2).double()
+                sums[here] = mean.transpose(0, 1) * size
+                squares[here] = torch.addcmul(about_mean.double(), mean, mean, value=size).transpose(0, 1)
             final[rows, channels] = state.mT
     return Scan(sums, squares, final, y)
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ANCHOR_STEPS = 256
+ANCHOR_STEPS = 64
 """About how many steps apart r starts anew from the state itself: what rounding has moved it by ends there."""
+
+SMALLEST_LOG_DECAY = -1e3
+"""Of one step: less is 0 all the same, but the difference of two infinities is no number."""
 
 # Twice it is still the exponent of a float64.
 _SMALLEST_EXPONENT = -300.0
@@ -54,6 +57,14 @@ def scan(s: Tensor, w: Tensor, anchors: Tensor) -> Tensor:
 
 
 def reduced(states: list[Tensor]) -> Tensor:
-    """Σ of the entries and of their squares, over the last two dimensions of (B, H, P, N) each: (2, states, B, H)."""
-    norms = [torch.linalg.vector_norm(state, dim=(-2, -1)).double().square() for state in states]
-    return torch.stack([torch.stack([state.sum((-2, -1)) for state in states]).double(), torch.stack(norms)])
+    """Σ of the entries and of their squares, over the last two dimensions of (B, H, P, N) each: (2, states, B, H), float64.
+
+    Summed in float64 too: where entries differ little, all but the last digits of the two cancel in their variance.
+    """
+    return torch.stack([moments(state.flatten(2)) for state in states], dim=1)
+
+
+def moments(entries: Tensor) -> Tensor:
+    """Σ of the entries and of their squares, over the last dimension, one after the other: (2, ...), float64."""
+    entries = entries.double()
+    return torch.stack([entries.sum(-1), entries.square().sum(-1)])

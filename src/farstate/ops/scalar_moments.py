@@ -27,7 +27,7 @@ _Form = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 class Scan(NamedTuple):
-    """sums, squared_norms (B, T, H); final_state (B, H, P, N); y (B, T, H, P) if `read` was given."""
+    """sums, squared_norms (B, T, H), float64; final_state (B, H, P, N); y (B, T, H, P) if `read` was given."""
 
     sums: Tensor
     squared_norms: Tensor
@@ -54,7 +54,8 @@ def scalar_decay(
     dtype = compute_dtype(x, k, log_decay, weight, read, initial_state)
     time, heads = x.shape[1:3]
     groups = k.shape[2]
-    x, k, log_decay = (t.to(dtype) for t in (x, k, log_decay))
+    x, k = x.to(dtype), k.to(dtype)
+    log_decay = log_decay.to(dtype).clamp(min=moment_scan.SMALLEST_LOG_DECAY)
     weight = torch.ones_like(log_decay) if weight is None else weight.to(dtype)
     length, factored = ssd._plan(x, log_decay, log_decay.new_ones(heads), k, chunk_length)
     missing = -time % length
@@ -78,8 +79,8 @@ def scalar_decay(
         ]
     sums, squares, finals, outputs = zip(*parts, strict=True)
     return Scan(
-        torch.cat(sums, dim=2)[:, :time].to(dtype),
-        torch.cat(squares, dim=2)[:, :time].to(dtype),
+        torch.cat(sums, dim=2)[:, :time],
+        torch.cat(squares, dim=2)[:, :time],
         finals[0] if groups == 1 else torch.cat(finals, dim=1),
         None if read is None else (outputs[0] if groups == 1 else torch.cat(outputs, dim=2))[:, :time],
     )

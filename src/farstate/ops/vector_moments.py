@@ -11,8 +11,9 @@ exp(s) and F = k exp(−s), and K-vectors sum_0, square_0 of the rows of the sta
     ‖S_i‖²   = e_i² · square_0 + Σ_{j≤i} e_i² · (2 F_j R_j)
     Σ S_i    = e_i · sum_0 + Σ_{j≤i} (e_i · F_j) Σ v_j
 
-from matrix products and cumulative sums over the chunk. They need a range: where a chunk would fade below exp(−30), shorter ones
-are tried, and if even those of 8 steps do, exponents of differences take the place of products, one lag after the other. Shapes:
+from matrix products and cumulative sums over the chunk, all sums in float64. They need a range: where a chunk would fade below
+exp(−30), shorter ones are tried. If even those of 8 steps do, or if numbers are so large that a product overflows, exponents of
+differences take the place of products, one lag after the other. Shapes:
 
     k, log_decay g, read (B, T, H, K) · v (B, T, H, V) · diagonal (B, T, H) · initial_state (B, H, K, V)
 """
@@ -23,10 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from farstate.ops.moment_scan import SMALLEST_LOG_DECAY, moments
 from farstate.ops.precision import compute_dtype, without_autocast
 from farstate.ops.scalar_moments import Scan
 
-# A chunk forms exp(−s) twice over, times the squares of k and v, and the largest float32 is exp(88).
+# A chunk forms exp(−s) times k v², and the largest float32 is exp(88).
 _SMALLEST_LOG_DECAY = -30.0
 _LENGTHS = (32, 16, 8)
 _LAGS = 16
@@ -45,10 +47,12 @@ def vector_decay(
 ) -> Scan:
     """Moments after every step, without gradients. Shapes: see the module; log decays of any strength.
 
-    Without `read`, and where decays are too strong for products, there is no y: the caller computes it otherwise.
+    Without `read`, and where decays are too strong or numbers too large for products, there is no y: the caller computes it
+    otherwise.
     """
     dtype = compute_dtype(k, v, log_decay, read, diagonal, initial_state)
     batch, time, heads, keys = k.shape
+    log_decay = log_decay.to(dtype).clamp(min=SMALLEST_LOG_DECAY)
     length = factored_length(log_decay) if chunk_length is None else chunk_length
     factored = length is not None
     length = min(time, _LAGS if length is None else length)
@@ -66,7 +70,8 @@ def vector_decay(
             read = None if read is None else chunks(read)
             diagonal = None if diagonal is None else chunks(diagonal.unsqueeze(-1))
             sums, squares, states, y = _factored(k_c, v_c, g, read, diagonal, state)
-        else:
+            factored = bool(torch.isfinite(squares).all() and torch.isfinite(states[-1]).all())
+        if not factored:
             sums, squares, states, y = *_by_lags(k_c, v_c, g, state), None
 
     def unchunk(tensor: Tensor) -> Tensor:
@@ -103,10 +108,11 @@ def _factored(
     G = torch.matmul(v, v.mT).tril_()
     G.diagonal(dim1=-2, dim2=-1).mul_(0.5)
     R = _sum_of_products(G, F_k, v, entering.mT)
-    added = R.mul_(F_k).mul_(2.0)
-    written = F_k * v.sum(-1, keepdim=True)
-    sums = written.cumsum(3).add_(entering.sum(-1).unsqueeze(-2)).mul_(e).sum(-1)
-    squares = added.cumsum(3).add_(entering.square().sum(-1).unsqueeze(-2)).mul_(e).mul_(e).sum(-1)
+    sums, squares = torch.stack([moments(state) for state in entering], dim=1).unsqueeze(-2)
+    # From here on float64: products of two factors exp(−s), and sums that cancel in a variance.
+    wide, twice, e_wide = F_k.double(), R.double().mul_(2.0), e.double()
+    sums = (wide * v.sum(-1, keepdim=True)).cumsum(3).add_(sums).mul_(e_wide).sum(-1)
+    squares = twice.mul_(wide).cumsum(3).add_(squares).mul_(e_wide).mul_(e_wide).sum(-1)
     y = None
     if read is not None:
         reading = read * (e if diagonal is None else torch.exp(s - g))
@@ -140,9 +146,9 @@ def _by_lags(k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor) -> tuple[Te
     for lag in range(length):
         faded = k[..., : length - lag, :] * torch.exp(s[..., lag:, :] - s[..., : length - lag, :]).to(dtype)
         R[..., lag:, :] += faded * G.diagonal(-lag, dim1=-2, dim2=-1).unsqueeze(-1) * (0.5 if lag == 0 else 1.0)
-    added = 2.0 * k * R
-    decay = torch.exp(g)
-    row_sums, row_squares = entering.sum(-1), entering.square().sum(-1)
+    added = 2.0 * k * R.double()
+    decay = torch.exp(g.double())
+    row_sums, row_squares = torch.stack([moments(state) for state in entering], dim=1)
     sums, squares = [], []
     for i in range(length):
         row_sums = decay[..., i, :] * row_sums + k[..., i, :] * v[..., i, :].sum(-1, keepdim=True)
