@@ -97,6 +97,55 @@ def test_autocast_does_not_reach_into_a_recurrence(operation: str, backend: str)
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["naive", "chunked"])
+@pytest.mark.parametrize("operation", backends.OPERATIONS)
+def test_one_step_is_the_same_step_of_a_segment_under_autocast(operation: str, backend: str, dtype: torch.dtype) -> None:
+    """Generation, one position at a time, continues what a whole segment left; states stay in float32 in between."""
+    function, inputs = backends.load(operation, backend), given(operation)
+    time = next(iter(inputs.values())).shape[1]
+    in_time = {name: value.to(dtype) for name, value in inputs.items() if value.dim() > 2 and value.shape[1] == time}
+    fixed = {name: value for name, value in inputs.items() if name not in in_time}
+    state = fixed.pop("initial_state")
+
+    def run(start: int, end: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        return function(**{name: value[:, start:end] for name, value in in_time.items()}, **fixed, initial_state=state)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        whole, final = run(0, time, state)
+        first, state = run(0, time - 3, state)
+        parts = [first]
+        for step in range(time - 3, time):
+            output, state = run(step, step + 1, state)
+            assert state.dtype == torch.float32
+            parts.append(output)
+    found = torch.cat(parts, dim=1)
+    assert found.dtype == whole.dtype == dtype
+    # Outputs in half precision may be rounded to either side.
+    assert (found - whole).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-8) * whole.abs().max()
+    assert (state - final).abs().max() <= 1e-5 * final.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["naive", "chunked"])
+@pytest.mark.parametrize("operation", backends.OPERATIONS)
+def test_an_empty_batch_has_empty_outputs_and_no_gradients(operation: str, backend: str) -> None:
+    function, full = backends.load(operation, backend), given(operation)
+    batch = full["initial_state"].shape[0]
+    time = next(iter(full.values())).shape[1]
+    in_time = {name for name, value in full.items() if value.dim() > 2 and value.shape[1] == time}
+    leaves = {
+        name: (value[:0] if name in in_time or name == "initial_state" else value).clone().requires_grad_()
+        for name, value in full.items()
+    }
+    for expected, found in zip(function(**full), function(**leaves), strict=True):
+        assert expected.shape[0] == batch
+        assert found.shape == (0, *expected.shape[1:])
+        assert found.dtype == expected.dtype
+    gradients = torch.autograd.grad(sum(output.sum() for output in function(**leaves)), list(leaves.values()))
+    for leaf, gradient in zip(leaves.values(), gradients, strict=True):
+        assert torch.equal(gradient, torch.zeros_like(leaf))
+
+
 def test_nothing_is_recorded_of_what_did_not_run() -> None:
     with backends.use("fla") as selection:
         pass

@@ -107,6 +107,16 @@ def test_extreme_decays_in_one_sequence(chunk: int | None, strongest_write: floa
     )
 
 
+@pytest.mark.parametrize("chunk", [None, 4, 64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_state_may_be_cleared(chunk: int | None, dtype: torch.dtype) -> None:
+    """A log decay of minus infinity: what was before is gone, what it gave before stays, and no gradient passes."""
+    given_inputs = inputs(time=21)
+    given_inputs["log_decay"][0, 9] = -torch.inf
+    given_inputs["log_decay"][1, 3:5, 1:] = -torch.inf
+    compare(lambda **kw: gated_delta.chunked(**kw, chunk_length=chunk), gated_delta.naive, given_inputs, dtype)
+
+
 @pytest.mark.parametrize("strongest_write", [1.0, 2.0])
 def test_equal_keys_are_safe(strongest_write: float) -> None:
     """One key at every step and no decay: the system of a chunk is as far from diagonal as it can be."""

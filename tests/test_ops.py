@@ -170,6 +170,17 @@ def test_the_gradient_of_a_decay_is_more_than_rounding(dt: float, D: float | Non
         assert error <= 5e-6, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_a_state_may_be_cleared(chunk: int | None, dtype: torch.dtype) -> None:
+    """A log decay of −1e4, which is nothing left in any precision, in the midst of slow ones."""
+    inputs = ssd_inputs(time=21, strength=0.1)
+    inputs["A"] = -torch.ones_like(inputs["A"])
+    inputs["dt"][0, 9] = 1e4
+    inputs["x"][0, 9] *= 1e-4
+    compare(lambda **kw: ssd.chunked(**kw, chunk_length=chunk), ssd.naive, inputs, dtype)
+
+
 @pytest.mark.parametrize("with_state", [True, False])
 @pytest.mark.parametrize("dt", [3.7, 1.8])
 @pytest.mark.parametrize(("values", "gradients"), [(1e6, 1.0), (1.0, 1e-14)], ids=["large values", "small gradients"])

@@ -118,6 +118,16 @@ def test_extreme_decays_in_one_sequence(chunk: int | None, dtype: torch.dtype) -
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_state_may_be_cleared(dtype: torch.dtype) -> None:
+    """A log decay of −1e4, which is nothing left in any precision, in the midst of slow ones."""
+    given_inputs = inputs(time=21, strength=0.1)
+    given_inputs["A"] = -torch.ones_like(given_inputs["A"])
+    given_inputs["dt"][0, 9] = 1e4
+    given_inputs["x"][0, 9] *= 1e-4
+    compare(selective_scan.chunked, selective_scan.naive, given_inputs, dtype)
+
+
 @pytest.mark.parametrize("spread", [0.5, 0.0], ids=["steps of all sizes", "all steps equal"])
 def test_long_sequences_lose_nothing(spread: float) -> None:
     """Slow decays over 4,096 steps: no larger error late than early.

@@ -87,7 +87,7 @@ def chunked(
     dtype = compute_dtype(q, k, v, log_decay, beta, initial_state)
     out_dtype = v.dtype
     time, keys = q.shape[1], q.shape[3]
-    if time == 1:
+    if time == 1 or len(q) == 0:
         return naive(q, k, v, log_decay, beta, scale, initial_state)
     scale = keys**-0.5 if scale is None else scale
     length = min(default_chunk_length(time, keys, v.shape[-1]) if chunk_length is None else chunk_length, time)

@@ -24,6 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from farstate.ops.precision import without_autocast
 
+# The difference of two infinite sums of log decays would be NaN; exp of this is zero in any precision.
+_SMALLEST = -1e4
+
 
 class GatedDelta(torch.autograd.Function):
     """q (scaled), k (B, T, H, K), v (B, T, H, V), log_decay, beta (B, T, H), T divisible by Q.
@@ -44,7 +47,7 @@ class GatedDelta(torch.autograd.Function):
             b_c = _rows(beta, length).reshape(rows, length, 1)
 
             # 1. Decays. Summed in float64: their differences are what is exponentiated.
-            s = _rows(log_decay, length).reshape(rows, length, 1).double().cumsum(1)
+            s = _rows(log_decay.clamp(min=_SMALLEST), length).reshape(rows, length, 1).double().cumsum(1)
             from_start, to_end = _decays(s, v.dtype), _decays(s[:, -1:] - s, v.dtype)
             D = _decays(s - s.mT, v.dtype).tril_()
 

@@ -70,7 +70,7 @@ def chunked(
     vector_decay.check("q", q, k, v, log_decay, initial_state)
     if chunk_length is not None and chunk_length < 1:
         raise ValueError(f"chunk_length must be at least 1, found {chunk_length}")
-    if q.shape[1] == 1:
+    if q.shape[1] == 1 or len(q) == 0:
         return naive(q, k, v, log_decay, scale, initial_state)
     dtype, out_dtype = compute_dtype(q, k, v, log_decay, initial_state), q.dtype
     scale = q.shape[-1] ** -0.5 if scale is None else scale

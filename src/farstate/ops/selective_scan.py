@@ -77,6 +77,8 @@ def chunked(
     _check_scan(x, dt, A, B, C, D, initial_state)
     if chunk_length is not None and chunk_length < 1:
         raise ValueError(f"chunk_length must be at least 1, found {chunk_length}")
+    if len(x) == 0:
+        return naive(x, dt, A, B, C, D, initial_state)
     dtype = compute_dtype(x, dt, A, B, C, D, initial_state)
     out_dtype = x.dtype
     inputs = [None if t is None else t.to(dtype) for t in (x, dt, A, B, C, D, initial_state)]

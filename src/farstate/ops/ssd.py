@@ -81,6 +81,8 @@ def chunked(
         ValueError: shapes that do not fit each other, or a chunk length below 1.
     """
     _check(x, dt, A, B, C, D, initial_state)
+    if len(x) == 0:
+        return naive(x, dt, A, B, C, D, initial_state)
     dtype = compute_dtype(x, dt, A, B, C, D, initial_state)
     out_dtype = x.dtype
     time, groups = x.shape[1], B.shape[2]

@@ -70,7 +70,7 @@ def chunked(
     _check(r, k, v, log_decay, bonus, initial_state)
     if chunk_length is not None and chunk_length < 1:
         raise ValueError(f"chunk_length must be at least 1, found {chunk_length}")
-    if r.shape[1] == 1:
+    if r.shape[1] == 1 or len(r) == 0:
         return naive(r, k, v, log_decay, bonus, initial_state)
     dtype, out_dtype = compute_dtype(r, k, v, log_decay, bonus, initial_state), r.dtype
     r, k, v, log_decay, bonus = (t.to(dtype) for t in (r, k, v, log_decay, bonus))
