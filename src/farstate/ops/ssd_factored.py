@@ -16,7 +16,7 @@ Gradients of the decays. The one of step k acts on what passes it: on the pairs 
 what step j < k leaves in h', and on what crosses the chunk. Of all that involves step i as a reader Y_i is the sum, of all
 that involves step j as a writer F_j, so with p_i = dy_i · Y_i − dF_i · F_i
 
-    ∂/∂s_k's increment = ⟨h, ∂/∂h⟩ − Σ_{i<k} p_i
+    ∂/∂(dt_k A) = ⟨h, ∂/∂h⟩ − Σ_{i<k} p_i
 
 where ∂/∂h is the whole gradient of the entering state, on which all decays act. No decay acts between a step and itself:
 were κ and D part of Y and dF, they would cancel in exact arithmetic only, and leave rounding of the size of y where strong
@@ -37,7 +37,7 @@ from farstate.ops.ssd_chunks import chunks, unchunk
 
 
 def smallest_log_decay(length: int) -> float:
-    """How far a chunk of `length` steps may fade: factors within exp(±30) leave float32 room for values and gradients of 1e±20.
+    """How far a chunk of `length` steps may fade: factors within exp(±30) leave float32 room for products from 1e−20 to 1e20.
 
     Short chunks are bounded by the step. The gradient of a decay is formed as a difference, of which a step that forgets
     nearly everything would leave nothing but rounding.

@@ -46,7 +46,7 @@ from farstate.ops.vector_decay_chunks import (
 
 
 def smallest_log_decay(length: int) -> float:
-    """How far a channel may fade over a chunk: factors within exp(±30) leave float32 room for values and gradients of 1e±20.
+    """How far a channel may fade over a chunk: factors within exp(±30) leave float32 room for products from 1e−20 to 1e20.
 
     Short chunks are bounded by the step. The gradient of a decay is formed as a difference, of which a step that forgets
     nearly everything would leave nothing but rounding.
