@@ -1,12 +1,8 @@
 """Moments of the states of the selective scan (see `state_moments`, `selective_scan`), and its outputs with them.
 
 Every entry has a decay of its own, which leaves nothing to factor: the states of a few steps at a time are formed and reduced
-where they lie, the squares about the mean m of the N entries h:
-
-    Σ h = N m,   Σ h² = N m² + Σ (h − m)²
-
-With float64 outside of the sums over n, their variance is the last of these, rounded as a float32 and no more. Shapes as in
-`selective_scan`.
+where they lie, two passes more over each. Sums over n have the dtype of the states; a pass about the mean would cost more than it
+tells, since the N entries of a channel, with decays of their own, are seldom alike. Shapes as in `selective_scan`.
 """
 
 from __future__ import annotations
@@ -68,11 +64,8 @@ def diagonal_decay(
                 if y is not None:
                     vectors = C[rows, chunk].transpose(0, 1).reshape(-1, 1, size)
                     y[here] = torch.bmm(vectors, states.flatten(0, 1)).view(dt_here.shape).transpose(0, 1)
-                mean = states.mean(2, keepdim=True)
-                about_mean = states.sub_(mean).square_().sum(2)
-                mean = mean.squeeze(2).double()
-                sums[here] = mean.transpose(0, 1) * size
-                squares[here] = torch.addcmul(about_mean.double(), mean, mean, value=size).transpose(0, 1)
+                sums[here] = states.sum(2).transpose(0, 1)
+                squares[here] = states.square_().sum(2).transpose(0, 1)
             final[rows, channels] = state.mT
     return Scan(sums, squares, final, y)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ANCHOR_STEPS = 64
+ANCHOR_STEPS = 128
 """About how many steps apart r starts anew from the state itself: what rounding has moved it by ends there."""
 
 SMALLEST_LOG_DECAY = -1e3
@@ -57,14 +57,20 @@ def scan(s: Tensor, w: Tensor, anchors: Tensor) -> Tensor:
 
 
 def reduced(states: list[Tensor]) -> Tensor:
-    """Σ of the entries and of their squares, over the last two dimensions of (B, H, P, N) each: (2, states, B, H), float64.
-
-    Summed in float64 too: where entries differ little, all but the last digits of the two cancel in their variance.
-    """
+    """Σ of the entries and of their squares, over the last two dimensions of (B, H, P, N) each: (2, states, B, H), float64."""
     return torch.stack([moments(state.flatten(2)) for state in states], dim=1)
 
 
 def moments(entries: Tensor) -> Tensor:
-    """Σ of the entries and of their squares, over the last dimension, one after the other: (2, ...), float64."""
-    entries = entries.double()
-    return torch.stack([entries.sum(-1), entries.square().sum(-1)])
+    """Σ of the n entries h and of their squares, over the last dimension: (2, ...), float64.
+
+    With m the mean as it is rounded and d = h − m: n m + Σ d and n m² + 2 m Σ d + Σ d². So the variance, in which the two cancel,
+    keeps its digits.
+    """
+    count, mean = entries.shape[-1], entries.mean(-1, keepdim=True)
+    apart = entries - mean
+    mean = mean.squeeze(-1).double()
+    sums = torch.add(apart.sum(-1), mean, alpha=count)
+    squares = torch.linalg.vector_norm(apart, dim=-1).double().square_()
+    # n m² + 2 m Σ d = m (2 (n m + Σ d) − n m).
+    return torch.stack([sums, squares.addcmul_(mean, 2.0 * sums - count * mean)])

@@ -80,7 +80,7 @@ class Moments:
     def std(self) -> Tensor:
         """Of the entries about their mean, as of a whole population.
 
-        In float32 to about 1e-7 · mean / std, relative to itself, on average.
+        Relative to itself to about 1e-7 · mean / std on average, where states are float32; for Mamba-1 the square of that ratio.
         """
         return (self.squared_norms / self.entries - self.mean.square()).clamp(min=0.0).sqrt()
 

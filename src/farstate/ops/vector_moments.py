@@ -11,9 +11,9 @@ exp(s) and F = k exp(−s), and K-vectors sum_0, square_0 of the rows of the sta
     ‖S_i‖²   = e_i² · square_0 + Σ_{j≤i} e_i² · (2 F_j R_j)
     Σ S_i    = e_i · sum_0 + Σ_{j≤i} (e_i · F_j) Σ v_j
 
-from matrix products and cumulative sums over the chunk, all sums in float64. They need a range: where a chunk would fade below
-exp(−30), shorter ones are tried. If even those of 8 steps do, or if numbers are so large that a product overflows, exponents of
-differences take the place of products, one lag after the other. Shapes:
+from matrix products and cumulative sums over the chunk. They need a range: where a chunk would fade below exp(−30), shorter ones
+are tried. If even those of 8 steps do, or if numbers are so large that a product overflows, exponents of differences take the
+place of products, one lag after the other. Shapes:
 
     k, log_decay g, read (B, T, H, K) · v (B, T, H, V) · diagonal (B, T, H) · initial_state (B, H, K, V)
 """
@@ -28,7 +28,7 @@ from farstate.ops.moment_scan import SMALLEST_LOG_DECAY, moments
 from farstate.ops.precision import compute_dtype, without_autocast
 from farstate.ops.scalar_moments import Scan
 
-# A chunk forms exp(−s) times k v², and the largest float32 is exp(88).
+# A chunk forms exp(−s) twice over, times the squares of k and v, and the largest float32 is exp(88).
 _SMALLEST_LOG_DECAY = -30.0
 _LENGTHS = (32, 16, 8)
 _LAGS = 16
@@ -108,11 +108,13 @@ def _factored(
     G = torch.matmul(v, v.mT).tril_()
     G.diagonal(dim1=-2, dim2=-1).mul_(0.5)
     R = _sum_of_products(G, F_k, v, entering.mT)
-    sums, squares = torch.stack([moments(state) for state in entering], dim=1).unsqueeze(-2)
-    # From here on float64: products of two factors exp(−s), and sums that cancel in a variance.
-    wide, twice, e_wide = F_k.double(), R.double().mul_(2.0), e.double()
-    sums = (wide * v.sum(-1, keepdim=True)).cumsum(3).add_(sums).mul_(e_wide).sum(-1)
-    squares = twice.mul_(wide).cumsum(3).add_(squares).mul_(e_wide).mul_(e_wide).sum(-1)
+    sums, squares = torch.stack([moments(state) for state in entering], dim=1).unsqueeze(-1)
+    # The larger part, from before the chunk, in float64: the sums cancel in a variance.
+    decay = e.to(torch.float64, copy=True)
+    sums = torch.matmul(decay, sums).squeeze(-1)
+    squares = torch.matmul(decay.mul_(decay), squares).squeeze(-1)
+    squares.add_(R.mul_(F_k).mul_(2.0).cumsum(3).mul_(e).mul_(e).sum(-1))
+    sums.add_(torch.mul(F_k, v.sum(-1, keepdim=True), out=R).cumsum(3).mul_(e).sum(-1))
     y = None
     if read is not None:
         reading = read * (e if diagonal is None else torch.exp(s - g))
