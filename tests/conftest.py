@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+# Tensors here are tiny, and the threads of a job that runs beside others wait for each other most of the time.
+if "OMP_NUM_THREADS" not in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
 # Before any kernel is imported: without a GPU, Triton's interpreter runs them.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

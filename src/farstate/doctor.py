@@ -232,15 +232,15 @@ def show(report: dict[str, Any]) -> None:
         verdict = "[green]agrees[/]" if row["passed"] else "[red]FAILS[/]"
         start = [row["operation"], row["backend"], row["device"]]
         if "problem" in row:
-            return [*start, "", "", "", verdict]
+            return [*start, verdict, "", "", ""]
         gradients = f"{number(row['gradients'])} (d {row['worst_gradient']})"
-        return [*start, number(row["outputs"]), number(row["final_state"]), gradients, verdict]
+        return [*start, verdict, number(row["outputs"]), number(row["final_state"]), gradients]
 
     allowed = {row["device"]: row["tolerance"] for row in report["checks"] if "tolerance" in row}
     limits = ", ".join(f"{tolerance:.0e} on {device}" for device, tolerance in allowed.items())
     table(
         f"Largest error against naive in float64, relative to the largest entry; allowed: {limits}",
-        *("operation", "backend", "on", "outputs", "state", "gradients", ""),
+        *("operation", "backend", "on", "", "outputs", "state", "gradients"),
         rows=map(cells, report["checks"]),
     )
     for row in report["checks"]:
