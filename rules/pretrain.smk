@@ -23,10 +23,10 @@ for BUDGET, TRAINED in PLAN.budgets.items():
                 metrics="metrics.jsonl",
                 **TRAINED["snapshots"],
             ),
-        wildcard_constraints:
-            model=one_of(TRAINED["models"]),
         log:
             "logs/pretrain/{model}.s{seed}-{key}.log",
+        wildcard_constraints:
+            model=one_of(TRAINED["models"]),
         cache: True
         threads: THREADS.pretrain
         resources:
