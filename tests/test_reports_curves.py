@@ -451,6 +451,7 @@ def test_what_the_page_prints_of_the_parameters() -> None:
         "shape": {"width": 32, "dt_min": 5e-4, "dt_max": 3e-3, "A_init_range": [1.0, 1.0], "norm_groups": None},
     }
     report: dict[str, Any] = {
+        "order": ["small"],
         "models": {"small": small},
         "pretrain": {"seed": 0, "tokens": 4100, "recipe": recipe},
         "posttrain": {
@@ -482,6 +483,9 @@ def test_what_the_page_prints_of_the_parameters() -> None:
         "posttrain.arms.passing.reset_probability": "0.1",
         "posttrain.recipe.peak_learning_rate": "a tenth of the pre-training rate",
     }
+    two = {"order": ["small", "other"], "models": {"other": small, "small": small}}
+    sizes = {"small": manifest["models"]["small"], "other": manifest["models"]["small"]}
+    assert [*_context(FIGURES["fig1"], report | two, {"key": "k", "models": sizes})["models"]] == ["small", "other"]
     assert "uncommitted" not in about["provenance"]["commit"]
     assert about["provenance"]["pre-training seed"] == 0
 

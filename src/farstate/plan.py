@@ -342,6 +342,7 @@ class Plan:
         report["posttrain"]["steps"] = params.posttrain.steps if figure.steps is None else figure.steps
         report["posttrain"]["arms"] = {arm: report["posttrain"]["arms"][arm] for arm in figure.arms if arm != "base"}
         report["evaluate"]["length"] = params.evaluate.length if figure.length is None else figure.length
+        report["order"] = list(figure.models)
         report["models"] = {}
         for model in figure.models:
             spec = params.models[model]

@@ -45,7 +45,8 @@ def report_stage(wanted: dict[str, Any], folder: Path) -> None:
 def _context(about: About, report: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
     """What the page prints besides the tables."""
     models = {}
-    for name, label in report["models"].items():
+    for name in report["order"]:
+        label = report["models"][name]
         sizes = manifest["models"][name]
         models[name] = {
             "label": f"{name} ({_short(sizes['parameters'])})",
