@@ -366,7 +366,7 @@ def test_every_architecture_reaches_its_page(finished_clone: Path, tmp_path: Pat
         assert f"{model} (" in page
     operations = set()
     for sidecar in (clone / "logs/evaluate").glob("perplexity.tiny*.provenance.json"):
-        backend = json.loads(sidecar.read_text())["backend"]
-        assert backend["requested"] == "auto"
-        operations |= set(backend["resolved"])
+        ran = json.loads(sidecar.read_text())["operations"]
+        assert all(choice["requested"] == "auto" and set(choice["resolved"]) == {"chunked"} for choice in ran.values())
+        operations |= set(ran)
     assert operations == {"ssd", "selective_scan", "gla", "gated_delta", "wkv6"}
