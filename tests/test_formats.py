@@ -18,23 +18,21 @@ from farstate.errors import FarstateError
 from farstate.models.checkpoints import detect_format, export, load_model, load_with_origin, save_model
 from farstate.models.formats import FORMATS, files
 from farstate.models.head import mean_nll
-from farstate.models.registry import ARCHITECTURES
 
 # Largest difference from the oracle, relative to the largest magnitude: float32 on both sides.
 TOLERANCE = 1e-4
 VOCABULARY = 50
 TOKENS = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(0))
 
-needs_mamba1 = pytest.mark.skipif("mamba1" not in ARCHITECTURES, reason="no architecture mamba1")
 TRANSFORMERS = [
-    pytest.param("mamba", {"tie_word_embeddings": True}, id="mamba1-tied", marks=needs_mamba1),
-    pytest.param("mamba", {"tie_word_embeddings": False, "use_bias": True}, id="mamba1-untied", marks=needs_mamba1),
+    pytest.param("mamba", {"tie_word_embeddings": True}, id="mamba1-tied"),
+    pytest.param("mamba", {"tie_word_embeddings": False, "use_bias": True}, id="mamba1-untied"),
     pytest.param("mamba2", {"tie_word_embeddings": True, "time_step_limit": (0.01, 0.3)}, id="mamba2-tied"),
     pytest.param("mamba2", {"tie_word_embeddings": False, "n_groups": 2, "use_conv_bias": False}, id="mamba2-untied"),
 ]
 MAMBA_SSM = [
-    pytest.param({"d_state": 5}, {"tie_embeddings": False}, id="mamba1", marks=needs_mamba1),
-    pytest.param({}, {"residual_in_fp32": False}, id="mamba1-by-default", marks=needs_mamba1),
+    pytest.param({"d_state": 5}, {"tie_embeddings": False}, id="mamba1"),
+    pytest.param({}, {"residual_in_fp32": False}, id="mamba1-by-default"),
     pytest.param({"layer": "Mamba2", "d_state": 6, "headdim": 8, "ngroups": 2}, {}, id="mamba2"),
     pytest.param(
         {"layer": "Mamba2", "d_state": 6, "headdim": 8, "dt_limit": [0.01, 0.3], "bias": True},
@@ -116,7 +114,6 @@ def test_transformers_reads_its_own_again(kind: str, options: dict[str, Any], tm
         assert torch.equal(again(TOKENS).logits, logits)
 
 
-@needs_mamba1
 def test_a_hub_configuration_with_the_keys_of_both_libraries_is_transformers(tmp_path: Path) -> None:
     """The hub's mamba-*-hf carry mamba-ssm's `d_model`, `n_layer` and `ssm_cfg` along, and leave the tie unsaid."""
     save_transformers(transformers_model("mamba"), tmp_path, "safetensors")
@@ -187,7 +184,6 @@ def test_mamba_ssm_reads_its_own_again(layer: dict[str, Any], options: dict[str,
     assert torch.equal(mamba_ssm_oracle.oracle().load(tmp_path / "third", TOKENS)["logits"], reference["logits"])
 
 
-@needs_mamba1
 def test_the_published_configuration_of_mamba1(tmp_path: Path) -> None:
     """An empty `ssm_cfg` and few keys, as in state-spaces/mamba-130m."""
     given = {"d_model": 768, "n_layer": 24, "vocab_size": 50277, "ssm_cfg": {}, "rms_norm": True, "residual_in_fp32": True}
@@ -416,7 +412,6 @@ def test_swish_is_silu(good: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back/config.json").read_text())["hidden_act"] == "swish"
 
 
-@needs_mamba1
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
 def test_what_transformers_rescales_at_loading_is_read_as_it_stands(kind: str, tmp_path: Path) -> None:
     """`rescale_prenorm_residual` is about the initialisation, but transformers divides what it loaded by √layers."""
