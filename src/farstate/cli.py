@@ -24,7 +24,8 @@ app = typer.Typer(
     help=(
         "How far does the state of a recurrent language model carry?\n\n"
         "The pipeline: **fetch** → **documents** → **tokenizer** → **tokens** → **store** → **pretrain** (or "
-        "**import-checkpoint**) → **posttrain** → **perplexity** → **compare** → **report**. Snakemake calls these stages "
+        "**import-checkpoint**) → **posttrain** → **perplexity**, **remembrance**, **states**, **shift** → **compare**, "
+        "**compare-remembrance**, **compare-states** → **report**. Snakemake calls these stages "
         "with the parameters it resolved (`snakemake reports/fig5.html`); each also runs by hand on the same record, "
         "`.farstate/stages/<phase>.<name>-<key>.json`."
     ),
@@ -288,6 +289,66 @@ def compare(record: Record, output: Output = None) -> None:
         compare_stage(stage)
 
     _run(record, output, "compare", work)
+
+
+@app.command()
+def remembrance(record: Record, output: Output = None) -> None:
+    """Measure how much the predictions at the end of a text owe to its first tokens (Effective Remembrance)."""
+
+    def work(stage: Stage) -> None:
+        from farstate.evaluation.stages import remembrance_stage
+
+        remembrance_stage(stage)
+
+    _run(record, output, "remembrance", work)
+
+
+@app.command()
+def states(record: Record, output: Output = None) -> None:
+    """Measure mean, deviation and norm of the carried state at every position, by layer and head."""
+
+    def work(stage: Stage) -> None:
+        from farstate.evaluation.stages import states_stage
+
+        states_stage(stage)
+
+    _run(record, output, "states", work)
+
+
+@app.command()
+def shift(record: Record, output: Output = None) -> None:
+    """Hold states far along against those the arm's own training met: distance, two-sample test, novelty, swaps."""
+
+    def work(stage: Stage) -> None:
+        from farstate.evaluation.stages import shift_stage
+
+        shift_stage(stage)
+
+    _run(record, output, "shift", work)
+
+
+@app.command("compare-remembrance")
+def compare_remembrance(record: Record, output: Output = None) -> None:
+    """Compare what the arms of a figure remember, with intervals."""
+
+    def work(stage: Stage) -> None:
+        from farstate.evaluation.stages import compare_remembrance_stage
+
+        compare_remembrance_stage(stage)
+
+    _run(record, output, "compare_remembrance", work)
+
+
+@app.command("compare-states")
+def compare_states(record: Record, output: Output = None) -> None:
+    """Compare the states of a figure's arms, with intervals, and rank heads by their drift."""
+
+    def work(stage: Stage) -> None:
+        from farstate.evaluation.stages import compare_states_stage
+
+        compare_states_stage(stage)
+
+    _run(record, output, "compare_states", work)
 
 
 @app.command()
