@@ -14,5 +14,8 @@ NUMERICS: dict[str, int] = {
     "models": 1,
     "training": 1,
     "evaluation": 1,
+    "remembrance": 1,
+    "states": 1,
+    "shift": 1,
     "reports": 1,
 }

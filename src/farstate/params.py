@@ -14,9 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from farstate.errors import FarstateError, nearest
+from farstate.grid import snapshot_tokens
 from farstate.models.config import Shape
 from farstate.models.hybrid.shape import HybridShape
 from farstate.models.registry import ARCHITECTURES
@@ -279,7 +290,7 @@ class Posttrain(Strict):
     by_model: dict[Name, PosttrainChange] = Field({}, description="single models, instead of the values above")
     arms: dict[ArmName, Arm] = Field(min_length=1)
 
-    def steps_of(self, model: str, figure: Figure) -> int:
+    def steps_of(self, model: str, figure: ArmsFigure) -> int:
         change = self.by_model.get(model)
         if change is not None and change.steps is not None:
             return change.steps
@@ -306,9 +317,11 @@ class Posttrain(Strict):
 # --- evaluation and figures ------------------------------------------------------------------------------
 
 
-class Evaluate(Strict):
+class Texts(Strict):
+    """The held-out texts that a measurement reads."""
+
     split: Literal["validation", "test"] = "test"
-    length: Annotated[int, Field(ge=2)] = Field(description="positions 1 … length are measured, from a zero state")
+    length: Annotated[int, Field(ge=2)]
     documents: PositiveInt | None = Field(
         None, description="at most this many documents, the first by content hash; null: all that are long enough"
     )
@@ -319,11 +332,82 @@ class Evaluate(Strict):
     streams: Literal["documents", "concatenated"] = Field(
         "documents", description="concatenated: documents joined to reach the length [assumed]"
     )
+
+
+class Evaluate(Texts):
+    """Perplexity by position."""
+
+    length: Annotated[int, Field(ge=2)] = Field(description="positions 1 … length are measured, from a zero state")
     bins_per_octave: PositiveInt = Field(2, description="log-spaced bins, one edge at the training length")
     softmax: Literal["real", "padded"] = Field(
         "real", description="over the tokenizer's symbols, or over the padded rows of the head too, as published perplexities are"
     )
     precision: Literal["float32", "bf16-mixed"] = "float32"
+
+
+class Remembrance(Texts):
+    """Effective remembrance: what the first t of T tokens still change in a prediction."""
+
+    length: Annotated[int, Field(ge=2)] = Field(8192, description="T: the predictions after the tokens x_0 … x_T are compared")
+    starts: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        None, min_length=1, description="start points t; null: a grid from 0 to T, dense at both ends"
+    )
+    starts_per_octave: PositiveInt = Field(2, description="of the grid, in distance from either end")
+    last: PositiveInt = Field(64, description="positions up to T whose distances are averaged, beside that at T alone")
+    softmax: Literal["real", "padded"] = "real"
+    precision: Literal["float32", "bf16-mixed"] = "float32"
+
+    @model_validator(mode="after")
+    def _within(self) -> Remembrance:
+        if self.starts is not None:
+            if wrong := [start for start in self.starts if start > self.length]:
+                raise ValueError(f"starts: {wrong[0]} is beyond T, length = {self.length}; start points are in 0 … {self.length}")
+            if len(set(self.starts)) != len(self.starts):
+                raise ValueError("starts must differ")
+        if self.last > self.length:
+            raise ValueError(f"last: {self.last} positions do not fit into length = {self.length}")
+        return self
+
+
+class States(Texts):
+    """Mean, standard deviation and norm of the states by position."""
+
+    length: Annotated[int, Field(ge=2)] = Field(8192, description="positions 1 … length, from a zero state")
+    bins_per_octave: PositiveInt = Field(2, description="log-spaced bins, one edge at the training length")
+    samples_per_octave: PositiveInt = Field(1, description="positions at which largest entry and effective rank are taken")
+    precision: Literal["float32", "bf16-mixed"] = "float32"
+
+
+class Shift(Texts):
+    """How far the states of long texts are from those met in training, and whether it matters."""
+
+    length: Annotated[int, Field(ge=2)] = Field(8192, description="longest position, from a zero state")
+    stretches_per_document: PositiveInt = Field(
+        16, description="non-overlapping stretches of a document, each from a zero state; as many as fit, up to this number"
+    )
+    positions: tuple[PositiveInt, ...] | None = Field(
+        None, min_length=1, description="positions t whose states are compared; null: T_train · 4^k, and the last that fits"
+    )
+    minimum_states: PositiveInt = Field(200, description="of a class in a test; with fewer there is no number")
+    reference_states: PositiveInt = Field(1000, description="states met in training that are drawn as the reference")
+    neighbours: PositiveInt = Field(5, description="k of the novelty: the distance to the k-th nearest training state")
+    components: PositiveInt = Field(16, description="principal components that the classifier sees, beside the log norm")
+    projections: PositiveInt = Field(128, description="directions of the sliced Wasserstein distance")
+    folds: Annotated[int, Field(ge=2)] = Field(5, description="of the classifier test, grouped by document")
+    heads: PositiveInt = Field(64, description="at most so many heads are looked at, spread over the layers")
+    swap_heads: PositiveInt = Field(5, description="heads swapped by drift, and as many at random")
+    swap_position: PositiveInt | None = Field(None, description="t at which states are swapped; null: the largest position")
+    confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95
+    resamples: Annotated[int, Field(ge=100)] = Field(1000, description="bootstrap resamples of documents")
+    seed: Annotated[int, Field(ge=0)] = 0
+    precision: Literal["float32", "bf16-mixed"] = "float32"
+
+    @model_validator(mode="after")
+    def _within(self) -> Shift:
+        for key, values in (("positions", self.positions or ()), ("swap_position", (self.swap_position,))):
+            if wrong := [value for value in values if value is not None and value > self.length]:
+                raise ValueError(f"{key}: {wrong[0]} is beyond length = {self.length}")
+        return self
 
 
 class Compare(Strict):
@@ -333,26 +417,116 @@ class Compare(Strict):
     seed: Annotated[int, Field(ge=0)] = 0
 
 
-class Figure(Strict):
-    models: tuple[Name, ...] = Field(min_length=1)
-    arms: tuple[ArmName, ...] = Field(min_length=1, description="'base' and names from posttrain.arms")
-    steps: PositiveInt | None = Field(None, description="post-training steps of this figure's arms; null: posttrain.steps")
-    length: Annotated[int, Field(ge=2)] | None = Field(None, description="positions measured; null: evaluate.length")
+def _without_doubles(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if twice := next((value for number, value in enumerate(values) if value in values[:number]), None):
+        raise ValueError(f"'{twice}' is named twice")
+    return values
 
-    @field_validator("models", "arms")
-    @classmethod
-    def _distinct(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if twice := next((name for number, name in enumerate(names) if name in names[:number]), None):
-            raise ValueError(f"'{twice}' is named twice")
-        return names
+
+Distinct = AfterValidator(_without_doubles)
+Models = Annotated[tuple[Name, ...], Field(min_length=1), Distinct]
+Arms = Annotated[tuple[ArmName, ...], Field(min_length=1, description="'base' and names from posttrain.arms"), Distinct]
+Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), Distinct]
+Length = Annotated[int, Field(ge=2)]
+
+
+class Shown(Strict):
+    """What every figure names."""
+
+    models: Models
+    length: Length | None = Field(None, description="positions measured; null: as the measurement's own parameters say")
+
+
+class ArmsFigure(Shown):
+    """Arms side by side, one panel a model."""
+
+    arms: Arms
+    steps: PositiveInt | None = Field(None, description="post-training steps of this figure's arms; null: posttrain.steps")
+    seeds: Seeds | None = Field(None, description="post-training seeds; null: posttrain.seeds")
+
+
+class Figure(ArmsFigure):
+    """Perplexity by position."""
+
+
+class RememberedFigure(ArmsFigure):
+    """Effective remembrance by start point; `length` is its T."""
+
+
+class FarFigure(ArmsFigure):
+    """Perplexity by position, and effective remembrance below it."""
+
+    remembrance: bool = Field(True, description="effective remembrance too")
+
+
+class StatesFigure(ArmsFigure):
+    """Statistics of the states by position."""
+
+    heads: tuple[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]], ...] | None = Field(
+        None, min_length=1, description="(layer, head) drawn, both counted from 0; null: those that drift most"
+    )
+
+
+class ShiftFigure(ArmsFigure):
+    """Distribution shift, novelty, and what swapping states does."""
+
+
+class ContextsFigure(Shown):
+    """Models trained from scratch on contexts of several lengths, with equal tokens."""
+
+    contexts: Annotated[tuple[PositiveInt, ...], Field(min_length=2), Distinct]
+
+
+class SnapshotsFigure(Shown):
+    """One training at several token counts."""
+
+    snapshots: Annotated[tuple[PositiveInt, ...], Field(min_length=1), Distinct] | None = Field(
+        None, description="token counts of the grid, powers of two from 65,536; null: all below the budget"
+    )
+
+
+class WarmUpsFigure(Shown):
+    """Models trained from scratch with warm-ups of several lengths."""
+
+    warmups: Annotated[tuple[Probability, ...], Field(min_length=2), Distinct]
+    tokens: PositiveInt | None = Field(None, description="pre-training budget; null: that of the model")
+    seeds: Seeds | None = Field(None, description="pre-training seeds; null: pretrain.seed")
+
+
+class SigmasFigure(ArmsFigure):
+    """Random noise of several widths, beside `arms`."""
+
+    arms: Arms = ("base", "control")
+    noise: ArmName = Field("random_noise", description="the arm of posttrain.arms whose sigma is varied")
+    sigmas: Annotated[tuple[PositiveFloat, ...], Field(min_length=2), Distinct]
+
+
+class CostFigure(ArmsFigure):
+    """What a repair costs within the training length: arms as a function of steps, resets and rate, one varied at a time."""
+
+    vary: Annotated[tuple[ArmName, ...], Field(min_length=1), Distinct] = Field(
+        ("control", "state_passing"), description="of `arms`, those that are varied"
+    )
+    vary_steps: Annotated[tuple[PositiveInt, ...], Distinct] = ()
+    vary_reset_probability: Annotated[tuple[Probability, ...], Distinct] = Field((), description="of arms that have one")
+    vary_peak_learning_rate: Annotated[tuple[PositiveFloat, ...], Distinct] = ()
 
 
 class Figures(Strict):
     """What is computed is what some figure shows; a figure left out is not drawn."""
 
-    fig1: Figure | None = Field(None, description="perplexity far beyond the training length, base against state passing")
+    fig1: FarFigure | None = Field(None, description="perplexity far beyond the training length, and what is remembered")
+    fig2: ContextsFigure | None = Field(None, description="training context against extrapolation, at equal tokens")
+    fig3: SnapshotsFigure | None = Field(None, description="over-training on short contexts: snapshots along the training")
+    fig4: StatesFigure | None = Field(None, description="do states drift: the whole model")
     fig5: Figure | None = Field(None, description="which initial state repairs")
-    fig10: Figure | None = Field(None, description="the same for RWKV-6")
+    fig9: StatesFigure | None = Field(None, description="do states drift: single heads")
+    fig10: Figure | None = Field(None, description="perplexity far beyond the training length, for RWKV-6")
+    fig11: WarmUpsFigure | None = Field(None, description="the length of the warm-up")
+    fig12: SigmasFigure | None = Field(None, description="the width of random noise")
+    fig13: RememberedFigure | None = Field(None, description="effective remembrance by three distances")
+    shift: ShiftFigure | None = Field(None, description="distribution shift, novelty and swapped states (not in the paper)")
+    cost: CostFigure | None = Field(None, description="is the repair free (not in the paper)")
 
     @model_validator(mode="after")
     def _some(self) -> Figures:
@@ -360,7 +534,7 @@ class Figures(Strict):
             raise ValueError(f"give at least one of {', '.join(type(self).model_fields)}")
         return self
 
-    def given(self) -> dict[str, Figure]:
+    def given(self) -> dict[str, Shown]:
         """The figures asked for, by name."""
         return {name: figure for name in type(self).model_fields if (figure := getattr(self, name)) is not None}
 
@@ -380,6 +554,9 @@ class Params(Strict):
     pretrain: Pretrain
     posttrain: Posttrain
     evaluate: Evaluate
+    remembrance: Remembrance = Remembrance()
+    states: States = States()
+    shift: Shift = Shift()
     compare: Compare = Compare()
     figures: Figures
     report: Report = Report()
@@ -387,16 +564,7 @@ class Params(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> Params:
         for figure_name, figure in self.figures.given().items():
-            for model in figure.models:
-                if model not in self.models:
-                    raise ValueError(f"figures.{figure_name}.models: '{model}' is not in models{nearest(model, self.models)}")
-            for arm in figure.arms:
-                if arm != "base" and arm not in self.posttrain.arms:
-                    raise ValueError(
-                        f"figures.{figure_name}.arms: '{arm}' is not in posttrain.arms{nearest(arm, self.posttrain.arms)}"
-                    )
-            if "base" not in figure.arms:
-                raise ValueError(f"figures.{figure_name}.arms: 'base' must be among them, every arm is compared with it")
+            self._names_exist(f"figures.{figure_name}", figure)
         by_model: dict[str, dict[str, Any]] = {
             "pretrain.by_model": dict(self.pretrain.by_model),
             "posttrain.by_model": dict(self.posttrain.by_model),
@@ -434,16 +602,89 @@ class Params(Strict):
                     f"{_origin_of('pretrain', self.pretrain, name, 'recipe.batch_tokens')}, for '{name}'"
                 )
         for figure_name, figure in self.figures.given().items():
-            length, key = self.evaluate.length, "evaluate.length"
-            if figure.length is not None:
-                length, key = figure.length, f"figures.{figure_name}.length"
-            for name in figure.models:
-                if length < self.models[name].context:
-                    raise ValueError(f"{key}: {length} is below models.{name}.context = {self.models[name].context}")
-                self._fits_attention_cache(name, figure, length, key)
+            self._can_be_drawn(f"figures.{figure_name}", figure)
         return self
 
-    def _fits_attention_cache(self, name: str, figure: Figure, length: int, key: str) -> None:
+    def _names_exist(self, key: str, figure: Shown) -> None:
+        for model in figure.models:
+            if model not in self.models:
+                raise ValueError(f"{key}.models: '{model}' is not in models{nearest(model, self.models)}")
+        if not isinstance(figure, ArmsFigure):
+            for model in figure.models:
+                if self.models[model].checkpoint is not None:
+                    raise ValueError(f"{key}.models: '{model}' is a published checkpoint; this figure trains models from scratch")
+            return
+        arms = self.posttrain.arms
+        for arm in figure.arms:
+            if arm != "base" and arm not in arms:
+                raise ValueError(f"{key}.arms: '{arm}' is not in posttrain.arms{nearest(arm, arms)}")
+        if "base" not in figure.arms:
+            raise ValueError(f"{key}.arms: 'base' must be among them, every arm is compared with it")
+        if isinstance(figure, SigmasFigure):
+            noise = arms.get(figure.noise)
+            if not isinstance(noise, RandomNoise):
+                found = [name for name, arm in arms.items() if isinstance(arm, RandomNoise)]
+                raise ValueError(
+                    f"{key}.noise: '{figure.noise}' is no arm of random noise; in posttrain.arms: {', '.join(found) or 'none'}"
+                )
+        if isinstance(figure, CostFigure) and (
+            strange := [arm for arm in figure.vary if arm not in figure.arms or arm == "base"]
+        ):
+            raise ValueError(f"{key}.vary: '{strange[0]}' is not among the arms of the figure that are post-trained")
+
+    def _can_be_drawn(self, key: str, figure: Shown) -> None:
+        length, length_key = figure.length, f"{key}.length"
+        if length is None:
+            part, section = self._measured(figure)
+            length, length_key = section.length, f"{part}.length"
+        elif isinstance(figure, RememberedFigure) and self.remembrance.starts and max(self.remembrance.starts) > length:
+            raise ValueError(f"remembrance.starts: {max(self.remembrance.starts)} is beyond {length_key} = {length}")
+        elif isinstance(figure, ShiftFigure):
+            for name, values in (("positions", self.shift.positions or ()), ("swap_position", (self.shift.swap_position,))):
+                if wrong := [value for value in values if value is not None and value > length]:
+                    raise ValueError(f"shift.{name}: {wrong[0]} is beyond {length_key} = {length}")
+        contexts = {name: self.models[name].context for name in figure.models}
+        for name, context in contexts.items():
+            if length < context:
+                raise ValueError(f"{length_key}: {length} is below models.{name}.context = {context}")
+            if isinstance(figure, ArmsFigure):
+                self._fits_attention_cache(name, figure, length, length_key)
+        if isinstance(figure, ContextsFigure):
+            for context in figure.contexts:
+                if length < context:
+                    raise ValueError(f"{length_key}: {length} is below {key}.contexts = {context}")
+                for name in figure.models:
+                    recipe = self.pretrain.recipe_of(name)
+                    if recipe.batch_tokens % (context * recipe.micro_batches):
+                        raise ValueError(
+                            f"{key}.contexts: {context} × micro_batches = {context * recipe.micro_batches} does not divide "
+                            f"{_origin_of('pretrain', self.pretrain, name, 'recipe.batch_tokens')} = {recipe.batch_tokens}"
+                        )
+        if isinstance(figure, SnapshotsFigure):
+            for name in figure.models:
+                grid = snapshot_tokens(self.pretrain.tokens_of(name))
+                for tokens in figure.snapshots or ():
+                    if tokens not in grid:
+                        raise ValueError(
+                            f"{key}.snapshots: {tokens} is not on the grid of snapshots of '{name}': {', '.join(map(str, grid)) or 'none'}"
+                        )
+        if isinstance(figure, WarmUpsFigure) and figure.tokens is not None:
+            for name in figure.models:
+                batch = self.pretrain.recipe_of(name).batch_tokens
+                if figure.tokens < batch:
+                    raise ValueError(f"{key}.tokens: {figure.tokens} is less than one batch of {batch} for '{name}'")
+
+    def _measured(self, figure: Shown) -> tuple[str, Texts]:
+        """The section of the parameters whose length is the figure's, where it has none of its own."""
+        if isinstance(figure, RememberedFigure):
+            return "remembrance", self.remembrance
+        if isinstance(figure, StatesFigure):
+            return "states", self.states
+        if isinstance(figure, ShiftFigure):
+            return "shift", self.shift
+        return "evaluate", self.evaluate
+
+    def _fits_attention_cache(self, name: str, figure: ArmsFigure, length: int, key: str) -> None:
         """Attention without a window remembers all tokens since the state was zero: none of the figure's runs may read too many."""
         spec, recipe = self.models[name], self.posttrain.recipe_of(name)
         if not isinstance(spec.shape, HybridShape) or spec.shape.attention_window is not None:
