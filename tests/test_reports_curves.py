@@ -23,6 +23,7 @@ from farstate.errors import FarstateError
 from farstate.reference import paper_points
 from farstate.reports import charts
 from farstate.reports import curves as stage
+from farstate.reports.context import Context
 from farstate.reports.figures import FIGURES
 from farstate.reports.theme import arm_styles
 from test_reports_synthetic import context, outputs, write_tables
@@ -63,7 +64,7 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def build(tables: Path, root: Path, about: dict[str, Any] | None = None) -> dict[str, Path]:
     output = outputs(root)
-    stage.draw(FIGURES["fig5"], comparison=tables, output=output, context=about or context(), keys=KEYS)
+    stage.draw(FIGURES["fig5"], inputs={"comparison": [tables]}, output=output, context=about or context(), keys=KEYS)
     return output
 
 
@@ -418,7 +419,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(FarstateError, match=r"no path given for png"):
         stage.draw(
             FIGURES["fig5"],
-            comparison=tables,
+            inputs={"comparison": [tables]},
             output={k: v for k, v in outputs(tmp_path).items() if k != "png"},
             context=context(),
             keys={},
@@ -433,7 +434,7 @@ def test_a_model_beyond_the_papers_figure_is_said_to_be_one(demo: dict[str, Path
     tables = write_tables(tmp_path / "tables", seeds=(0,), arms=("base", "control"), length=256)
     about = context()
     about["models"]["small"]["architecture"] = "gated_deltanet"
-    stage.draw(FIGURES["fig1"], comparison=tables, output=outputs(tmp_path), context=about, keys=KEYS)
+    stage.draw(FIGURES["fig1"], inputs={"comparison": [tables]}, output=outputs(tmp_path), context=about, keys=KEYS)
     page = outputs(tmp_path)["html"].read_text()
     assert "does not show: Mamba-2 small (synthetic)." in page
     assert FIGURES["fig1"].question in page
@@ -467,9 +468,10 @@ def test_what_the_page_prints_of_the_parameters() -> None:
         "paper_models": {},
         **{"paper_values": True, "scale": "demo", "note": ""},
     }
-    manifest = {"key": "k", "models": {"small": {"parameters": 10, "parameters_without_embeddings": 5}}}
+    sizes = {"parameters": 10, "parameters_without_embeddings": 5}
+    manifest = {"comparison": [{"key": "k", "models": {"small": sizes}}]}
     about = _context(FIGURES["fig5"], report, manifest)
-    rows = {row["name"]: row for row in stage.Context.model_validate(about).model_dump()["parameters"]}
+    rows = {row["name"]: row for row in Context.model_validate(about).model_dump()["parameters"]}
     assert rows["models.small"]["value"] == "mamba2: width 32, dt_min 0.0005, dt_max 0.003, A_init_range 1.0 to 1.0"
     assert {name for name, row in rows.items() if row["assumed"]} == {
         *("models.small", "pretrain.recipe.peak_learning_rate", "pretrain.recipe.weight_decay"),
@@ -484,8 +486,8 @@ def test_what_the_page_prints_of_the_parameters() -> None:
         "posttrain.recipe.peak_learning_rate": "a tenth of the pre-training rate",
     }
     two = {"order": ["small", "other"], "models": {"other": small, "small": small}}
-    sizes = {"small": manifest["models"]["small"], "other": manifest["models"]["small"]}
-    assert [*_context(FIGURES["fig1"], report | two, {"key": "k", "models": sizes})["models"]] == ["small", "other"]
+    both = {"comparison": [{"key": "k", "models": {"small": sizes, "other": sizes}}]}
+    assert [*_context(FIGURES["fig1"], report | two, both)["models"]] == ["small", "other"]
     assert "uncommitted" not in about["provenance"]["commit"]
     assert about["provenance"]["pre-training seed"] == 0
 
@@ -503,6 +505,42 @@ def test_what_the_page_prints_of_the_parameters() -> None:
     assert rows["posttrain.by_model.small.steps"]["value"] == 500
     assert not rows["posttrain.by_model.small.steps"]["differs"]
     assert about["budget"].startswith("500 post-training steps")
+
+    measured = {"key": "s", "labels": {"model": "small", "arm": "base", "seed": 0}, **sizes}
+    bare = {key: value for key, value in report.items() if key not in ("posttrain", "evaluate")}
+    bare |= {"shift": {"length": 128, "streams": "documents"}, "figure": {"models": ["small"], "heads": [[0, 1], [2, 3]]}}
+    about = _context(FIGURES["shift"], bare, {"shift": [measured, measured | {"key": "t"}]})
+    rows = {row["name"]: row for row in Context.model_validate(about).model_dump()["parameters"]}
+    assert rows["shift.length"]["value"] == 128
+    assert rows["shift.streams"]["assumed"]
+    assert rows["figure.heads"]["value"] == "0/1, 2/3"
+    assert about["models"]["small"]["parameters"] == 10
+    assert (about["provenance"]["shift 1"], about["provenance"]["shift 2"]) == ("s", "t")
+    assert about["budget"] == ""
+    assert "post-training seeds" not in about["provenance"]
+
+
+def test_a_page_is_drawn_by_the_module_of_its_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from farstate.files import write_manifest
+    from farstate.reports import stage as page_stage
+
+    drawn: dict[str, Any] = {}
+    module = SimpleNamespace(draw=lambda about, **values: drawn.update(about=about, **values))
+    monkeypatch.setattr(page_stage.importlib, "import_module", lambda name: drawn.update(module=name) or module)
+    (tmp_path / "tables").mkdir()
+    write_manifest(tmp_path / "tables", {"key": "k", "models": {}}, [])
+    report = {"order": [], "models": {}, "paper_models": {}, "paper_values": False, "scale": "test", "note": ""}
+    wanted = {"figure": "fig4", "inputs": {"states": [str(tmp_path / "tables")]}, "params": report, "version": 1}
+    page_stage.report_stage(wanted, tmp_path)
+    assert drawn["module"] == "farstate.reports.states"
+    assert drawn["inputs"] == {"states": [tmp_path / "tables"]}
+    assert drawn["output"]["svg"] == tmp_path / "fig4.svg"
+    with pytest.raises(FarstateError, match="fig4: no directory given for states"):
+        page_stage.report_stage(wanted | {"inputs": {"comparison": [str(tmp_path / "tables")]}}, tmp_path)
+    with pytest.raises(FarstateError, match="'fig99' is not a figure we draw"):
+        page_stage.report_stage(wanted | {"figure": "fig99"}, tmp_path)
 
 
 def test_styles_tell_arms_apart_without_colour() -> None:

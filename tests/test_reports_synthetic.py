@@ -15,6 +15,7 @@ from typing import Any
 import polars as pl
 
 from farstate.reports import curves as stage
+from farstate.reports.page import OUTPUTS
 
 FAR_EXCESS = {"base": 0.67, "control": 0.73, "random_noise": 0.46, "fitted_noise": 0.47, "state_passing": 0.03, "tbtt": 0.004}
 COST = {"base": 0.0, "control": -0.012, "random_noise": 0.11, "fitted_noise": 0.045, "state_passing": 0.008, "tbtt": 0.004}
@@ -220,7 +221,7 @@ def context(
 
 def outputs(directory: Path) -> dict[str, Path]:
     """A path for each of the stage's files."""
-    return {name: directory / f"fig5.{name}" for name in stage.OUTPUTS}
+    return {name: directory / f"fig5.{name}" for name in OUTPUTS}
 
 
 def _with(name: str, value: float | None, half: float) -> dict[str, float | None]:

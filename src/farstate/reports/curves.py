@@ -6,22 +6,23 @@ number on the page is in a table or in the parameters.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import polars
-import vl_convert
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from farstate.errors import FarstateError
-from farstate.files import atomic_path, write_text
 from farstate.reference import paper_points
 from farstate.reports import charts, page, text
 from farstate.reports.charts import METRICS, RESET, RESET_LABEL, Panel, Row
+from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
+from farstate.reports.page import OUTPUTS, Section
+from farstate.reports.tables import read_table, rounded
 from farstate.reports.theme import ArmStyle, Spec, arm_styles
 
 CURVE_COLUMNS = ("model", "arm", "seed", "train_length", "metric", "position", "value", "low", "high", "n_documents")
@@ -54,74 +55,37 @@ CURVE_FIELDS, AGE_FIELDS = ("position", "value", "low", "high"), ("age", "share"
 METRICS_DRAWN = tuple(metric.name for metric in METRICS)
 RESETS = {"ppl": "ppl_reset", "excess_nll_base": "reset_excess"}
 """By metric, the base model's line with its state reset: its own windows are the base's, so its excess is one over those."""
-OUTPUTS = ("html", "svg", "png", "json", "parquet")
-PNG_SCALE = 2.0
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelCard(_Strict):
-    """What the page says about a model."""
-
-    label: str
-    parameters: int = Field(description="embeddings included")
-    parameters_without_embeddings: int
-    training_tokens: int | None = Field(None, description="null: a published checkpoint whose count is not recorded")
-    context: int = Field(description="training length in tokens")
-    architecture: str
-    paper_model: str | None = Field(None, description="the paper's name, when its digitised values are to be shown")
-
-
-class Parameter(_Strict):
-    """A parameter worth printing; `assumed`: the paper does not give it; `differs`: what the paper has instead."""
-
-    name: str
-    value: str | int | float | bool | None
-    assumed: bool = False
-    differs: str = ""
-
-
-class Context(_Strict):
-    """What the tables do not know: names, sizes, budget, parameters, where everything comes from."""
-
-    models: dict[str, ModelCard]
-    scale: Literal["demo", "paper", "test"]
-    budget: str
-    parameters: list[Parameter] = []
-    provenance: dict[str, str | int | float | bool | list[int] | list[str] | None] = {}
-    note: str = ""
 
 
 def draw(
     about: About,
-    *,
-    comparison: Path,
-    output: dict[str, Path],
+    inputs: Mapping[str, Sequence[Path]],
+    output: Mapping[str, Path],
     context: dict[str, Any],
     keys: Mapping[str, Any],
 ) -> None:
-    """Draw the tables in `comparison` as a page, a static figure, its specification and its data.
+    """Draw the tables of a comparison as a page, a static figure, its specification and its data.
 
     Args:
         about: what the figure asks.
-        comparison: directory with curves, references, verdicts and ages (`.parquet`).
+        inputs: under "comparison" one directory with curves, references, verdicts and ages (`.parquet`); under
+            "remembrance", if at all, those of the section that `farstate.reports.remembrance.section(directories, card, styles)`
+            returns as a `page.Section`.
         output: a path each for html, svg, png, json and parquet, written whole or not at all.
-        context: see `Context`.
+        context: see `farstate.reports.context.Context`.
         keys: content keys of the results shown, carried by the page in `<meta name="farstate-keys">`.
 
     Raises:
         FarstateError: a table or column is missing, a table is empty, a perplexity is not positive, `context`
             is incomplete, or an output is not named.
     """
-    if missing := [name for name in OUTPUTS if name not in output]:
-        raise FarstateError(f"no path given for {', '.join(missing)}; it writes {', '.join(OUTPUTS)}")
-    card = _context(context)
-    curves = _table(comparison, "curves", CURVE_COLUMNS)
-    references = _table(comparison, "references", CURVE_COLUMNS)
-    verdicts = _table(comparison, "verdicts", VERDICT_COLUMNS)
-    ages = _table(comparison, "ages", AGE_COLUMNS, may_be_empty=True)
+    page.check_outputs(output)
+    (comparison,) = inputs["comparison"]
+    card = read_context(context)
+    curves = read_table(comparison, "curves", CURVE_COLUMNS)
+    references = read_table(comparison, "references", CURVE_COLUMNS)
+    verdicts = read_table(comparison, "verdicts", VERDICT_COLUMNS)
+    ages = read_table(comparison, "ages", AGE_COLUMNS, may_be_empty=True)
     drawn = _checked(curves, METRICS_DRAWN, comparison / "curves.parquet")
     resets = _checked(
         references.filter((polars.col("arm") == "base") & polars.col("seed").is_null()),
@@ -134,55 +98,18 @@ def draw(
     styles = arm_styles(curves["arm"].unique())
     length = _length(drawn, verdicts)
     panels = [_panel(about, drawn, resets, card, model, metric, styles, length) for model in models for metric in METRICS]
+    further: list[Section] = []
+    if inputs.get("remembrance"):
+        remembrance = importlib.import_module("farstate.reports.remembrance")  # only where a page has it
+        further.append(remembrance.section(inputs["remembrance"], card, styles))
 
     specification = charts.sheet(panels, styles, _title(about, card), _subtitle(card, models, verdicts))
-    encoded = json.dumps(specification, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True)
-    svg = vl_convert.vegalite_to_svg(encoded)
-    png = vl_convert.svg_to_png(svg, scale=PNG_SCALE)
-    html = _page(about, card, models, panels, styles, drawn, verdicts, ages, output, keys)
-    if (size := len(html.encode())) > page.MAXIMUM_BYTES:
-        raise FarstateError(
-            f"the page would be {size:,} bytes, more than {page.MAXIMUM_BYTES:,}; lower evaluate.bins_per_octave or the number of seeds"
-        )
-
-    with atomic_path(output["parquet"]) as temporary:
-        drawn.write_parquet(temporary)
-    write_text(output["json"], encoded + "\n")
-    write_text(output["svg"], svg)
-    with atomic_path(output["png"]) as temporary:
-        temporary.write_bytes(png)
-    write_text(output["html"], html)
+    specification["vconcat"] += [row for section in further for row in section.sheet]
+    html = _page(about, card, models, panels, styles, drawn, verdicts, ages, output, keys, further)
+    page.write(output, html, specification, drawn, "lower evaluate.bins_per_octave or the number of seeds")
 
 
 # Reading ---------------------------------------------------------------------------------------------------
-
-
-def _context(context: dict[str, Any]) -> Context:
-    try:
-        return Context.model_validate(context)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise FarstateError(f"context.{where}: {first['msg']}") from None
-
-
-def _table(directory: Path, name: str, columns: Sequence[str], *, may_be_empty: bool = False) -> polars.DataFrame:
-    path = directory / f"{name}.parquet"
-    try:
-        table = polars.read_parquet(path)
-    except FileNotFoundError:
-        raise FarstateError(f"{path}: no such file; run the comparison that writes it") from None
-    except polars.exceptions.PolarsError as error:
-        raise FarstateError(
-            f"{path}: damaged, not a parquet table ({str(error).splitlines()[0]}); delete it and run again"
-        ) from None
-    if missing := [column for column in columns if column not in table.columns]:
-        raise FarstateError(
-            f"{path}: column {', '.join(missing)} is missing; it was written by another version, delete it and run again"
-        )
-    if not may_be_empty and table.is_empty():
-        raise FarstateError(f"{path}: holds no rows, there is nothing to draw")
-    return table
 
 
 def _checked(table: polars.DataFrame, metrics: Sequence[str], path: Path) -> polars.DataFrame:
@@ -264,8 +191,8 @@ def _curve(table: polars.DataFrame, kind: str, arm: str, label: str, seed: str, 
     for record in table.sort("position").iter_rows(named=True):
         value = record["value"]
         if text.finite(value):
-            last = _rounded(value)
-            low, high = (_rounded(record[end]) if text.finite(record[end]) else None for end in ("low", "high"))
+            last = rounded(value)
+            low, high = (rounded(record[end]) if text.finite(record[end]) else None for end in ("low", "high"))
             rows.append(_row(kind, arm, label, seed, record["position"], last, low, high, record["n_documents"], note))
         elif not broken:
             broken = True
@@ -296,9 +223,9 @@ def _paper_rows(about: About, points: str, model: str, labels: Mapping[str, str]
         if point.lower_bound:
             low, high, note = None, None, "the paper's figure: above this, off its axis"
         else:
-            low, high = _rounded(point.value - point.tolerance), _rounded(point.value + point.tolerance)
+            low, high = rounded(point.value - point.tolerance), rounded(point.value + point.tolerance)
             note = "read off the paper's figure; low to high is the reading tolerance"
-        rows.append(_row("paper", arm, labels[arm], "not given", point.position, _rounded(point.value), low, high, None, note))
+        rows.append(_row("paper", arm, labels[arm], "not given", point.position, rounded(point.value), low, high, None, note))
     return rows
 
 
@@ -315,14 +242,9 @@ def _row(
     note: str,
 ) -> Row:
     return {
-        **{"kind": kind, "arm": arm, "label": label, "seed": seed, "position": _rounded(position)},
+        **{"kind": kind, "arm": arm, "label": label, "seed": seed, "position": rounded(position)},
         **{"value": value, "low": low, "high": high, "n": documents, "note": note},
     }
-
-
-def _rounded(value: float) -> float:
-    """Six significant digits: more than a hover shows, a third of the bytes, and steady against the last bits of a float."""
-    return float(f"{value:.6g}")
 
 
 def _age_rows(ages: polars.DataFrame, model: str, styles: Sequence[ArmStyle]) -> list[Row]:
@@ -335,7 +257,7 @@ def _age_rows(ages: polars.DataFrame, model: str, styles: Sequence[ArmStyle]) ->
         for record in arm.sort("seed", "age", nulls_last=False).iter_rows(named=True):
             seed = "all" if record["seed"] is None else str(record["seed"])
             rows.append(
-                {"arm": style.name, "label": style.label, "seed": seed, "age": record["age"], "share": _rounded(record["share"])}
+                {"arm": style.name, "label": style.label, "seed": seed, "age": record["age"], "share": rounded(record["share"])}
             )
     return rows
 
@@ -367,6 +289,7 @@ def _page(
     ages: polars.DataFrame,
     output: Mapping[str, Path],
     keys: Mapping[str, Any],
+    further: Sequence[Section],
 ) -> str:
     ranges = charts.extents(panels)
     names = {style.name: style.label for style in styles}
@@ -418,6 +341,9 @@ def _page(
         )
     certainties = list(dict.fromkeys(text.certainty(section["verdicts"]) for section in sections if section["verdicts"]))
     has_reset = any(RESET in by_arm for by_arm in ranges.values())
+    drawings += [chart for section in further for chart in section.charts]
+    for section in further:
+        ranges |= section.extents
     arms_seen = {row["arm"] for section in sections for row in section["verdicts"]} | set(names)
     return page.render(
         "curves.html.j2",
@@ -429,6 +355,7 @@ def _page(
         card=card,
         keys=json.dumps(dict(keys), sort_keys=True, ensure_ascii=False),
         sections=sections,
+        further=[section.html for section in further],
         certainties=certainties,
         names=names | {"base": "base"},
         styles=by_name,

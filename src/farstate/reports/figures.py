@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class About:
-    """A figure that shows perplexity by position.
+    """A figure: what it asks, which module draws it, and what the paper has to it.
 
     Attributes:
         title: of the page and of the static figure.
@@ -16,19 +16,24 @@ class About:
         points: the figure's name in the digitised values, or None where there are none.
         methods: by the digitised values' method, the arm it is.
         source: where the digitised values were read, for readers.
-        steps: post-training steps in the paper by architecture; under "" for any other, None where they are given in tokens.
-        architectures: those the paper's figure shows.
+        steps: post-training steps in the paper by architecture; under "" for any other, None where they are given in tokens
+            or the paper gives none.
+        architectures: those the paper's figure shows; empty where it makes no difference.
         remark: what the page says of the paper's own finding where no values are digitised.
+        draws: the module of `farstate.reports` whose `draw` makes the page.
+        roles: what the page's inputs must hold.
     """
 
     title: str
     question: str
-    points: str | None
-    methods: Mapping[str, str]
-    source: str
-    steps: Mapping[str, int | None]
-    architectures: tuple[str, ...]
+    points: str | None = None
+    methods: Mapping[str, str] = field(default_factory=dict)
+    source: str = ""
+    steps: Mapping[str, int | None] = field(default_factory=lambda: {"": None})
+    architectures: tuple[str, ...] = ()
     remark: str = ""
+    draws: str = "curves"
+    roles: tuple[str, ...] = ("comparison",)
 
 
 FIGURES: dict[str, About] = {
@@ -48,6 +53,45 @@ FIGURES: dict[str, About] = {
             "flat to 131,072 positions; only the Mamba-2 panels were digitised."
         ),
     ),
+    "fig2": About(
+        title="Does a longer training context prevent the failure, or only move it?",
+        question=(
+            "Models of one size are trained from scratch on the same number of tokens, cut into sequences of different lengths, and all "
+            "are run to the same position: from which training context on do they stop failing?"
+        ),
+        draws="families",
+        source="Fig. 2",
+        architectures=("mamba2", "gla"),
+        remark=(
+            "In the paper a Mamba-2 125M fails when it is trained on 1,024 tokens at a time, rises late with 2,048 and is steadier with "
+            "4,096; its values were not digitised."
+        ),
+    ),
+    "fig3": About(
+        title="When in training does the failure begin?",
+        question=(
+            "One model is trained on a short context for longer and longer, and every snapshot is run far beyond that context: after how "
+            "much training does it stop generalising to longer texts?"
+        ),
+        draws="families",
+        source="Fig. 3",
+        architectures=("mamba2",),
+        remark=(
+            "In the paper a Mamba-2 85M trained on 1,024 tokens at a time breaks near 7.5 times the Chinchilla budget, between 4.25 and "
+            "34 billion tokens; its values were not digitised."
+        ),
+    ),
+    "fig4": About(
+        title="Do the states drift?",
+        question=(
+            "Mean and standard deviation of all entries of the recurrent state, by position, before and after further training: does the "
+            "state leave the range it had inside the training length?"
+        ),
+        draws="states",
+        roles=("states",),
+        source="Fig. 4",
+        architectures=("mamba2",),
+    ),
     "fig5": About(
         title="Which initial state repairs length generalisation?",
         question=(
@@ -66,6 +110,17 @@ FIGURES: dict[str, About] = {
         steps={"": 100},
         architectures=("mamba2",),
     ),
+    "fig9": About(
+        title="Which heads drift?",
+        question=(
+            "The standard deviation of the state of every head, by position: which heads leave the range they had inside the training "
+            "length, and does further training hold them?"
+        ),
+        draws="states",
+        roles=("states",),
+        source="Fig. 9",
+        architectures=("mamba2",),
+    ),
     "fig10": About(
         title="Does state passing repair RWKV-6?",
         question=(
@@ -81,5 +136,62 @@ FIGURES: dict[str, About] = {
             "The paper's Fig. 10 shows a 70M RWKV-v6 trained on 256 tokens at a time that fails beyond them, and holds after 250M tokens "
             "of state passing; its values were not digitised."
         ),
+    ),
+    "fig11": About(
+        title="Does a longer warm-up make the failure worse?",
+        question=(
+            "The same model is trained from scratch with different shares of its steps spent on warming up the learning rate: how far "
+            "beyond its training length does each one hold?"
+        ),
+        draws="families",
+        source="Fig. 11",
+        architectures=("mamba2",),
+        remark=(
+            "In the paper a Mamba-2 45M trained with a warm-up of 25 % of the steps is worse beyond its training length than one with "
+            "10 %; its values were not digitised, and it shows one run each."
+        ),
+    ),
+    "fig12": About(
+        title="How much random noise repairs?",
+        question=(
+            "Further training starts from states of independent normal noise, one standard deviation σ for all layers and heads: which "
+            "σ repairs, and what do too small and too large ones cost?"
+        ),
+        draws="families",
+        source="Fig. 12",
+        steps={"": 100},
+        architectures=("mamba2",),
+        remark=(
+            "In the paper a Mamba-2 125M is not repaired where σ is too small, and loses perplexity where it is too large; its values "
+            "were not digitised and its σ are not in the text."
+        ),
+    ),
+    "fig13": About(
+        title="What does the model remember, by three distances?",
+        question=(
+            "Effective Remembrance: how far the prediction at the end of a text moves when its first t tokens are dropped, measured by "
+            "total variation, Jensen–Shannon and cosine distance: do they tell the same?"
+        ),
+        draws="remembrance",
+        roles=("remembrance",),
+        source="Fig. 13",
+        architectures=("mamba2",),
+    ),
+    "shift": About(
+        title="Are the states far out ones that training never met?",
+        question=(
+            "States at positions far beyond the training length against those that each arm's own training met, by layer and head: do "
+            "their distributions differ, are they new, and does it explain the excess?"
+        ),
+        draws="shift",
+        roles=("shift",),
+    ),
+    "cost": About(
+        title="Is the repair free?",
+        question=(
+            "What further training from passed states costs on short contexts, against the base model and against the same steps from the "
+            "zero state, by steps, reset probability and learning rate: is there a setting that repairs and costs nothing?"
+        ),
+        draws="families",
     ),
 }

@@ -8,17 +8,76 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import jinja2
+import polars
 import vl_convert
 from markupsafe import Markup
 
+from farstate.errors import FarstateError
+from farstate.files import atomic_path, write_text
 from farstate.reports import text
-from farstate.reports.theme import ArmStyle, colour_on
+from farstate.reports.theme import ArmStyle, Spec, colour_on
 
 MAXIMUM_BYTES = 2_500_000
+OUTPUTS = ("html", "svg", "png", "json", "parquet")
+PNG_SCALE = 2.0
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page that another module draws than the page's own.
+
+    Attributes:
+        html: the finished `<section>`.
+        charts: what the page's script draws in it: `id` of its element, `metric` (key of `extents`), `spec`, `curves`
+            (`farstate.reports.charts.columns`), and `near`, the first position of the closer view.
+        extents: by metric and arm, the ranges of the two views (`farstate.reports.charts.extents`).
+        sheet: rows for the static figure, below those of the page.
+    """
+
+    html: Markup
+    charts: Sequence[dict[str, Any]] = ()
+    extents: Mapping[str, Any] = field(default_factory=dict)
+    sheet: Sequence[Spec] = ()
+
+
+def check_outputs(output: Mapping[str, Path]) -> None:
+    """Refuse a page for one of whose files no path is given."""
+    if missing := [name for name in OUTPUTS if name not in output]:
+        raise FarstateError(f"no path given for {', '.join(missing)}; it writes {', '.join(OUTPUTS)}")
+
+
+def write(output: Mapping[str, Path], html: str, specification: Spec, drawn: polars.DataFrame, remedy: str) -> None:
+    """Write a page with the static figure, its specification and its data; the page last.
+
+    Args:
+        output: a path for each of OUTPUTS.
+        html: the page.
+        specification: Vega-Lite, drawn as SVG and PNG.
+        drawn: what is drawn.
+        remedy: what to do when the page is too large.
+
+    Raises:
+        FarstateError: the page is larger than MAXIMUM_BYTES; nothing is written then.
+    """
+    encoded = json.dumps(specification, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True)
+    svg = vl_convert.vegalite_to_svg(encoded)
+    png = vl_convert.svg_to_png(svg, scale=PNG_SCALE)
+    if (size := len(html.encode())) > MAXIMUM_BYTES:
+        raise FarstateError(f"the page would be {size:,} bytes, more than {MAXIMUM_BYTES:,}; {remedy}")
+    with atomic_path(output["parquet"]) as temporary:
+        drawn.write_parquet(temporary)
+    write_text(output["json"], encoded + "\n")
+    write_text(output["svg"], svg)
+    with atomic_path(output["png"]) as temporary:
+        temporary.write_bytes(png)
+    write_text(output["html"], html)
 
 
 def render(template: str, **values: Any) -> str:
@@ -30,6 +89,11 @@ def render(template: str, **values: Any) -> str:
         libraries=Markup(_libraries()),
         **values,
     )
+
+
+def fragment(template: str, **values: Any) -> Markup:
+    """A part of a page: `template` alone, without style and script."""
+    return Markup(_environment().get_template(template).render(**values))
 
 
 def embedded_json(value: Any) -> Markup:

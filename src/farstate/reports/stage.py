@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from farstate.errors import FarstateError
 from farstate.files import read_manifest
 from farstate.params import flatten
-from farstate.plan import PAGE_FILES
 from farstate.provenance import commit, versions
-from farstate.reports import curves
 from farstate.reports.figures import FIGURES, About
+from farstate.reports.page import OUTPUTS
 
 _ASSUMED = {
     *("weight_decay", "sigma", "carry_auxiliary", "reset_unit", "reset_auxiliary", "previous"),
@@ -20,10 +21,18 @@ _ASSUMED = {
 }
 """What no text of the paper gives."""
 _PAPER_BETA, _PAPER_RESETS, _PAPER_RATE = 0.1, 0.1, 0.1
+_PARTS = ("pretrain", "posttrain", "evaluate", "remembrance", "states", "shift", "compare", "figure")
+"""Parts of the parameters a page prints, where it has them."""
+_ELSEWHERE = ("figure.models", "figure.arms")
+"""What a page shows at length elsewhere."""
 
 
-def report_stage(wanted: dict[str, Any], folder: Path) -> None:
+def report_stage(wanted: Mapping[str, Any], folder: Path) -> None:
     """Draw the page that `wanted` (a page's small manifest) describes into `folder`.
+
+    Args:
+        wanted: `figure`, `inputs` (role → result directories), `params` (what the page prints), `version`.
+        folder: where `<figure>.html` and its siblings go.
 
     Raises:
         FarstateError: the figure is unknown, or the tables it shows are missing or unfinished.
@@ -31,56 +40,85 @@ def report_stage(wanted: dict[str, Any], folder: Path) -> None:
     about = FIGURES.get(wanted["figure"])
     if about is None:
         raise FarstateError(f"'{wanted['figure']}' is not a figure we draw; known: {', '.join(FIGURES)}")
-    comparison = Path(wanted["comparison"])
-    manifest = read_manifest(comparison)
-    curves.draw(
+    inputs = {role: [Path(directory) for directory in directories] for role, directories in wanted["inputs"].items()}
+    if missing := [role for role in about.roles if not inputs.get(role)]:
+        raise FarstateError(f"{wanted['figure']}: no directory given for {', '.join(missing)}, which the page shows")
+    manifests = {role: [read_manifest(directory) for directory in directories] for role, directories in inputs.items()}
+    # Each kind of page has a module of its own; only the one that draws is loaded.
+    module = importlib.import_module(f"farstate.reports.{about.draws}")
+    module.draw(
         about,
-        comparison=comparison,
-        output={kind: folder / f"{wanted['figure']}.{kind}" for kind in PAGE_FILES},
-        context=_context(about, wanted["params"], manifest),
+        inputs=inputs,
+        output={kind: folder / f"{wanted['figure']}.{kind}" for kind in OUTPUTS},
+        context=_context(about, wanted["params"], manifests),
         keys=wanted,
     )
 
 
-def _context(about: About, report: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
-    """What the page prints besides the tables."""
+def _context(about: About, report: dict[str, Any], manifests: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """What the page prints besides the tables (`farstate.reports.context.Context`)."""
+    sizes = _sizes([manifest for of_role in manifests.values() for manifest in of_role])
     models = {}
     for name in report["order"]:
-        label = report["models"][name]
-        sizes = manifest["models"][name]
+        label, size = report["models"][name], sizes.get(name, {})
         models[name] = {
-            "label": f"{name} ({_short(sizes['parameters'])})",
-            "parameters": sizes["parameters"],
-            "parameters_without_embeddings": sizes["parameters_without_embeddings"],
+            "label": f"{name} ({_short(size['parameters'])})" if size else name,
+            "parameters": size.get("parameters"),
+            "parameters_without_embeddings": size.get("parameters_without_embeddings"),
             "training_tokens": label["training_tokens"],
             "context": label["context"],
             "architecture": label["architecture"],
             "paper_model": report["paper_models"].get(name) if report["paper_values"] else None,
         }
-    posttrain = report["posttrain"]
-    budgets: dict[str, list[str]] = {}
-    for name, model in report["models"].items():
-        budgets.setdefault(f"{model['steps']} post-training steps of {model['posttrain']['batch_tokens']:,} tokens", []).append(
-            name
-        )
-    budget = next(iter(budgets))
-    if len(budgets) > 1:
-        budget = "; ".join(f"{', '.join(names)}: {words}" for words, names in budgets.items())
     trained_here = any(model["shape"] for model in report["models"].values())
+    keys = {
+        role if len(of_role) == 1 else f"{role} {number}": manifest.get("key", "")
+        for role, of_role in manifests.items()
+        for number, manifest in enumerate(of_role, start=1)
+    }
     return {
         "models": models,
         "scale": report["scale"],
-        "budget": budget,
+        "budget": _budget(report),
         "parameters": _printed(about, report),
         "provenance": {
             **{f"version of {name}": version for name, version in versions().items()},
             "commit": commit().get("commit", "not a git checkout"),
-            "comparison": manifest.get("key", ""),
-            **({"pre-training seed": report["pretrain"]["seed"]} if trained_here else {}),
-            "post-training seeds": list(posttrain["seeds"]),
+            **keys,
+            **({"pre-training seed": report["pretrain"]["seed"]} if trained_here and "pretrain" in report else {}),
+            **({"post-training seeds": list(report["posttrain"]["seeds"])} if report.get("posttrain") else {}),
         },
         "note": report["note"],
+        "figure": report.get("figure", {}),
+        "series": report.get("series", []),
+        "sizes": sizes,
     }
+
+
+def _sizes(manifests: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Parameter counts by model: comparisons hold those of all their models, a measurement those of its one."""
+    found: dict[str, dict[str, int]] = {}
+    for manifest in manifests:
+        given = dict(manifest.get("models", {})) if isinstance(manifest.get("models"), dict) else {}
+        if "parameters" in manifest and "labels" in manifest:
+            given[manifest["labels"]["model"]] = manifest
+        for name, counts in given.items():
+            if counts.get("parameters") is not None:
+                found[name] = {key: counts[key] for key in ("parameters", "parameters_without_embeddings")}
+    return found
+
+
+def _budget(report: dict[str, Any]) -> str:
+    """Post-training steps and their tokens in words; nothing where the page shows no post-training."""
+    budgets: dict[str, list[str]] = {}
+    if not report.get("posttrain") or not report["posttrain"].get("arms"):
+        return ""
+    for name, model in report["models"].items():
+        words = f"{model['steps']} post-training steps of {model['posttrain']['batch_tokens']:,} tokens"
+        budgets.setdefault(words, []).append(name)
+    if len(budgets) > 1:
+        return "; ".join(f"{', '.join(names)}: {words}" for words, names in budgets.items())
+    return next(iter(budgets), "")
 
 
 def _printed(about: About, report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -99,9 +137,10 @@ def _printed(about: About, report: dict[str, Any]) -> list[dict[str, Any]]:
         )
     given = [
         (key, value, None)
-        for part in (("pretrain", "posttrain", "evaluate") if trained_here else ("posttrain", "evaluate"))
+        for part in _PARTS
+        if report.get(part) and (part != "pretrain" or trained_here)
         for key, value in flatten(report[part], part).items()
-        if value != {} and not key.endswith(".initial_state")
+        if value != {} and not key.endswith(".initial_state") and key not in _ELSEWHERE
     ]
     for key, value, model_name in [*given, *_changes(report)]:
         path = key.split(".")
@@ -113,9 +152,12 @@ def _printed(about: About, report: dict[str, Any]) -> list[dict[str, Any]]:
                 "differs": _differs(about, report, key, value, model_name),
             }
         )
-    rows.append({"name": "optimizer", "value": "AdamW", "assumed": True})
-    rows.append({"name": "optimizer state when post-training begins", "value": "fresh", "assumed": True})
-    if any(arm["initial_state"] == "fitted_noise" for arm in report["posttrain"]["arms"].values()):
+    arms = report.get("posttrain", {}).get("arms", {})
+    if trained_here or arms:
+        rows.append({"name": "optimizer", "value": "AdamW", "assumed": True})
+    if arms:
+        rows.append({"name": "optimizer state when post-training begins", "value": "fresh", "assumed": True})
+    if any(arm["initial_state"] == "fitted_noise" for arm in arms.values()):
         rows.append(
             {"name": "fitted noise, moments over", "value": "a head's channels, its state and the batch", "assumed": True}
         )
@@ -125,6 +167,8 @@ def _printed(about: About, report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _shown(value: Any) -> Any:
     if isinstance(value, list | tuple):
+        if any(isinstance(item, list | tuple) for item in value):
+            return ", ".join("/".join(map(str, item)) for item in value)
         return " to ".join(map(str, value)) if len(value) == 2 and None not in value else ", ".join(map(str, value))
     return value
 
@@ -133,11 +177,13 @@ def _changes(report: dict[str, Any]) -> list[tuple[str, Any, str]]:
     """What single models have instead of the common values: key, value, model."""
     found: list[tuple[str, Any, str]] = []
     for name, model in report["models"].items():
-        if model["pretrain"] is not None:
+        if model["pretrain"] is not None and "pretrain" in report:
             recipe, tokens = report["pretrain"]["recipe"], report["pretrain"]["tokens"]
             if model["training_tokens"] != tokens // model["pretrain"]["batch_tokens"] * model["pretrain"]["batch_tokens"]:
                 found.append((f"pretrain.by_model.{name}.tokens", model["training_tokens"], name))
             found += _recipe_changes(f"pretrain.by_model.{name}", recipe, model["pretrain"], name)
+        if not report.get("posttrain"):
+            continue
         if model["steps"] != report["posttrain"]["steps"]:
             found.append((f"posttrain.by_model.{name}.steps", model["steps"], name))
         found += _recipe_changes(f"posttrain.by_model.{name}", report["posttrain"]["recipe"], model["posttrain"], name)
@@ -158,7 +204,7 @@ def _differs(about: About, report: dict[str, Any], key: str, value: Any, model: 
             wanted = [steps for steps, name in zip(wanted, names, strict=True) if report["models"][name]["steps"] == value]
         other = sorted({steps for steps in wanted if steps is not None and steps != value})
         return " or ".join(map(str, other))
-    for name, arm in report["posttrain"]["arms"].items():
+    for name, arm in report.get("posttrain", {}).get("arms", {}).items():
         if key == f"posttrain.arms.{name}.reset_probability":
             return "" if value == _PAPER_RESETS else f"{_PAPER_RESETS}"
         if key == f"posttrain.arms.{name}.beta" and arm["initial_state"] == "fitted_noise":

@@ -17,13 +17,16 @@
     return [Math.min(...parts.map((part) => part[0])), Math.max(...parts.map((part) => part[1]))];
   }
 
+  /** Steer a chart by those of the page's signals that it has. */
   function apply(chart) {
     const view = views.get(chart.id);
     if (!view) return Promise.resolve();
-    view.signal("shown", shown());
-    view.signal("x_low", range === "near" ? chart.near : 1);
-    const limits = extent(chart.metric);
-    if (limits) view.signal("y_low", limits[0]).signal("y_high", limits[1]);
+    const known = new Set((chart.spec.params || []).map((parameter) => parameter.name));
+    const limits = extent(chart.metric) || [];
+    const wanted = { shown: shown(), x_low: range === "near" ? chart.near : 1, y_low: limits[0], y_high: limits[1] };
+    for (const [name, value] of Object.entries(wanted)) {
+      if (known.has(name) && value !== undefined && value !== null) view.signal(name, value);
+    }
     return view.runAsync();
   }
 
