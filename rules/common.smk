@@ -6,6 +6,7 @@ from pathlib import Path
 
 from farstate import workflow as farstate_workflow
 from farstate.errors import FarstateError
+from farstate.plan import PAGE_NAME
 from snakemake.exceptions import WorkflowError
 
 
@@ -15,7 +16,7 @@ wildcard_constraints:
     model=r"(?!checkpoint\.)[a-z0-9][a-z0-9_.-]*",
     arm="[a-z0-9][a-z0-9_-]*",
     seed="[0-9]+",
-    figure="fig[0-9]+|table[0-9]+",
+    figure=PAGE_NAME,
 
 
 try:
@@ -69,5 +70,5 @@ def page_inputs(wildcards):
     page = PLAN.pages[wildcards.figure]
     return {
         "wanted": page.manifest,
-        "comparison": [ancient(path) for path in page.comparison.outputs],
+        "shown": [ancient(path) for stage in page.shown for path in stage.outputs],
     }

@@ -1,7 +1,9 @@
 # Evaluation: tidy tables of measurements, and their comparison with intervals.
 #
-# Inputs:  models of results/pretrain and results/posttrain, the token store (params: evaluate, compare, figures)
-# Outputs: results/evaluate/perplexity.*-<key>/perplexity.parquet, results/evaluate/<figure>-<key>/curves.parquet
+# Inputs:  models of results/pretrain and results/posttrain, the token store
+#          (params: evaluate, remembrance, states, shift, compare, figures)
+# Outputs: results/evaluate/{perplexity,remembrance,states,shift}.<run>-<key>/ with a table of the same name,
+#          results/evaluate/[compare_{remembrance,states}.]<figure>-<key>/ with the tables that a figure draws
 
 
 rule perplexity:
@@ -29,6 +31,88 @@ rule perplexity:
         "Measuring the perplexity of {wildcards.run}"
     shell:
         "OMP_NUM_THREADS={threads} farstate perplexity {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+
+
+rule remembrance:
+    """Effective remembrance of one model: what the first tokens of a text still change."""
+    input:
+        unpack(upstream("results/evaluate/remembrance.{run}-{key}")),
+    output:
+        multiext(
+            "results/evaluate/remembrance.{run}-{key}/",
+            manifest="manifest.json",
+            remembrance="remembrance.parquet",
+        ),
+    log:
+        "logs/evaluate/remembrance.{run}-{key}.log",
+    cache: True
+    threads: THREADS.evaluate
+    resources:
+        mem_mb=8000,
+        runtime=480,
+    params:
+        stage=record("results/evaluate/remembrance.{run}-{key}"),
+        output=subpath(output.manifest, parent=True),
+    message:
+        "Measuring the effective remembrance of {wildcards.run}"
+    shell:
+        "OMP_NUM_THREADS={threads} farstate remembrance {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+
+
+rule states:
+    """Statistics of one model's states at every position."""
+    input:
+        unpack(upstream("results/evaluate/states.{run}-{key}")),
+    output:
+        multiext(
+            "results/evaluate/states.{run}-{key}/",
+            manifest="manifest.json",
+            states="states.parquet",
+            positions="positions.parquet",
+            samples="samples.parquet",
+        ),
+    log:
+        "logs/evaluate/states.{run}-{key}.log",
+    cache: True
+    threads: THREADS.evaluate
+    resources:
+        mem_mb=8000,
+        runtime=480,
+    params:
+        stage=record("results/evaluate/states.{run}-{key}"),
+        output=subpath(output.manifest, parent=True),
+    message:
+        "Measuring the states of {wildcards.run}"
+    shell:
+        "OMP_NUM_THREADS={threads} farstate states {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+
+
+rule shift:
+    """One model's states on long texts against those that its training met; swapped states."""
+    input:
+        unpack(upstream("results/evaluate/shift.{run}-{key}")),
+    output:
+        multiext(
+            "results/evaluate/shift.{run}-{key}/",
+            manifest="manifest.json",
+            shift="shift.parquet",
+            association="association.parquet",
+            swaps="swaps.parquet",
+        ),
+    log:
+        "logs/evaluate/shift.{run}-{key}.log",
+    cache: True
+    threads: THREADS.evaluate
+    resources:
+        mem_mb=8000,
+        runtime=480,
+    params:
+        stage=record("results/evaluate/shift.{run}-{key}"),
+        output=subpath(output.manifest, parent=True),
+    message:
+        "Comparing the states with those met in training: {wildcards.run}"
+    shell:
+        "OMP_NUM_THREADS={threads} farstate shift {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
 
 
 rule compare:
@@ -65,6 +149,61 @@ rule compare:
         "Comparing the arms of {wildcards.figure}"
     shell:
         "farstate compare {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+
+
+rule compare_remembrance:
+    """Compare the effective remembrance of a figure's arms, with intervals."""
+    input:
+        unpack(upstream("results/evaluate/compare_remembrance.{figure}-{key}")),
+    output:
+        multiext(
+            "results/evaluate/compare_remembrance.{figure}-{key}/",
+            manifest="manifest.json",
+            remembrance="remembrance.parquet",
+        ),
+    log:
+        "logs/evaluate/compare_remembrance.{figure}-{key}.log",
+    benchmark:
+        "logs/benchmarks/evaluate/compare_remembrance.{figure}-{key}.tsv"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=60,
+    params:
+        stage=record("results/evaluate/compare_remembrance.{figure}-{key}"),
+        output=subpath(output.manifest, parent=True),
+    message:
+        "Comparing the effective remembrance of {wildcards.figure}"
+    shell:
+        "farstate compare-remembrance {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+
+
+rule compare_states:
+    """Compare the states of a figure's arms, with intervals; rank the heads by drift."""
+    input:
+        unpack(upstream("results/evaluate/compare_states.{figure}-{key}")),
+    output:
+        multiext(
+            "results/evaluate/compare_states.{figure}-{key}/",
+            manifest="manifest.json",
+            states="states.parquet",
+            heads="heads.parquet",
+        ),
+    log:
+        "logs/evaluate/compare_states.{figure}-{key}.log",
+    benchmark:
+        "logs/benchmarks/evaluate/compare_states.{figure}-{key}.tsv"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=60,
+    params:
+        stage=record("results/evaluate/compare_states.{figure}-{key}"),
+        output=subpath(output.manifest, parent=True),
+    message:
+        "Comparing the states of {wildcards.figure}"
+    shell:
+        "farstate compare-states {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
 
 
 rule evaluated:

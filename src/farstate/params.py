@@ -273,7 +273,30 @@ class Tbtt(_Carried):
     initial_state: Literal["tbtt"]
 
 
-Arm = Annotated[ZeroInit | RandomNoise | FittedNoise | StatePassing | Tbtt, Field(discriminator="initial_state")]
+class _Made(Strict):
+    """Made from the final states of the last batch; the auxiliary state is zero, as in state passing with carry_auxiliary: false."""
+
+    reset_probability: Probability = Field(0.1, description="chance that a sequence begins from a zero state")
+
+
+class Gaussian(_Made):
+    """Gaussian states with the mean and the covariance of the last batch's final states, which the paper does not have."""
+
+    initial_state: Literal["gaussian"]
+    scope: Literal["joint", "head"] = Field(
+        description="joint: the whole covariance; head: that within each head, nothing between heads or layers"
+    )
+
+
+class Permuted(_Made):
+    """The last batch's final states with every element permuted across its sequences: real marginals, no correlation."""
+
+    initial_state: Literal["permuted"]
+
+
+Arm = Annotated[
+    ZeroInit | RandomNoise | FittedNoise | StatePassing | Tbtt | Gaussian | Permuted, Field(discriminator="initial_state")
+]
 _ARM: TypeAdapter[Arm] = TypeAdapter(Arm)
 # How often something may be expected in a run and still be taken for never.
 _NEGLIGIBLE = 1e-6
@@ -821,6 +844,8 @@ _KINDS: dict[str, type[BaseModel]] = {
     "fitted_noise": FittedNoise,
     "state_passing": StatePassing,
     "tbtt": Tbtt,
+    "gaussian": Gaussian,
+    "permuted": Permuted,
 }
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,19 @@ from farstate.files import MANIFEST, read_json, write_json
 from farstate.grid import snapshot_file, snapshot_tokens
 from farstate.keys import KEY_LENGTH, Stage, digest
 from farstate.numerics import NUMERICS
-from farstate.params import Figure, Model, Params, Source, flatten
+from farstate.params import (
+    ArmsFigure,
+    FarFigure,
+    Params,
+    RememberedFigure,
+    ShiftFigure,
+    Shown,
+    Source,
+    StatesFigure,
+    Texts,
+    flatten,
+)
+from farstate.runs import Further, Origin, Run, Series, runs_of
 
 PHASE_TARGETS = {"corpus": "corpus", "pretrained": "pretrain", "posttrained": "posttrain", "evaluated": "evaluate"}
 PHASES = ("corpus", "pretrain", "posttrain", "evaluate")
@@ -31,17 +43,23 @@ SUPERSEDED = Path(".superseded")
 RECORDED = Path("config/recorded")
 RUN_LOCK = SCRATCH / "run.lock"
 PAGE_FILES = ("html", "svg", "png", "json", "parquet")
-PAGE_FILE = re.compile(rf"(fig|table)[0-9]+\.({'|'.join(PAGE_FILES)})")
-Run = tuple[str, str, int | None]
-"""Model, arm, seed."""
+PAGE_NAME = r"(?:fig|table)[0-9]+|shift|cost"
+PAGE_FILE = re.compile(rf"({PAGE_NAME})\.({'|'.join(PAGE_FILES)})")
+MEASURES = ("remembrance", "states", "shift")
+"""The measurements beside perplexity: the names of their rules, of the sections of the parameters, of a page's inputs."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """A figure's page: where it lies and the keys it must show."""
+    """A figure's page: where it lies and the keys it must show.
+
+    Attributes:
+        inputs: by role (comparison, remembrance, states, shift) the results that it shows.
+        params: what it prints besides its tables.
+    """
 
     name: str
-    comparison: Stage
+    inputs: dict[str, tuple[Stage, ...]]
     params: dict[str, Any]
 
     @property
@@ -54,10 +72,15 @@ class Page:
         (a demo that trains, a dry run of the paper's) never overwrite each other's."""
         return str(SCRATCH / "pages" / f"{self.name}-{digest(self.wanted())}.json")
 
+    @property
+    def shown(self) -> tuple[Stage, ...]:
+        """All that it shows."""
+        return tuple(stage for stages in self.inputs.values() for stage in stages)
+
     def wanted(self) -> dict[str, Any]:
         return {
             "figure": self.name,
-            "comparison": self.comparison.directory,
+            "inputs": {role: [stage.directory for stage in stages] for role, stages in self.inputs.items()},
             "params": self.params,
             "version": NUMERICS["reports"],
         }
@@ -90,6 +113,7 @@ class Plan:
         self.lock = lock if lock is not None else {}
         self.stages: dict[str, Stage] = {}
         self.pages: dict[str, Page] = {}
+        self._budgets: dict[tuple[int, ...], dict[str, None]] = {}
         self._build()
 
     # --- construction ------------------------------------------------------------------------------------
@@ -127,26 +151,39 @@ class Plan:
                 numerics=("corpus",),
             )
         )
-        self.base: dict[str, Stage] = {}
         for name, figure in params.figures.given().items():
-            self.pages[name] = Page(name, self._figure(name, figure), self._report(name, figure))
+            self.pages[name] = self._page(name, figure)
 
-    def _figure(self, name: str, figure: Figure) -> Stage:
-        """The comparison that a figure shows, with all that it stands on; figures share what has the same key."""
-        params = self.params
-        evaluations: dict[Run, Stage] = {}
-        trainings: dict[Run, Stage] = {}
-        for model in figure.models:
-            spec = params.models[model]
-            self.base[model] = self._add(self._base(model, spec))
-            own = params.pretrain.seed if spec.checkpoint is None else None
-            evaluations[model, "base", own] = self._add(self._evaluate(figure, model, "base", own, self.base[model]))
-            for arm in figure.arms:
-                for seed in params.posttrain.seeds if arm != "base" else ():
-                    stage = self._add(self._posttrain(model, arm, seed, params.posttrain.steps_of(model, figure)))
-                    trainings[model, arm, seed] = stage
-                    evaluations[model, arm, seed] = self._add(self._evaluate(figure, model, arm, seed, stage))
-        return self._add(self._compare(name, figure, evaluations, trainings))
+    def _page(self, name: str, figure: Shown) -> Page:
+        """A figure's page, with all that it stands on; figures share what has the same key."""
+        runs, series = runs_of(self.params, figure)
+        trained: dict[Run, Stage] = {}
+        for run in runs:
+            origin = self._origin(run.origin)
+            trained[run] = origin if run.further is None else self._posttrain(run.origin, origin, run.further)
+        inputs: dict[str, tuple[Stage, ...]] = {}
+        if not isinstance(figure, RememberedFigure | StatesFigure | ShiftFigure):
+            inputs["comparison"] = (self._compare(name, figure, trained),)
+        if isinstance(figure, RememberedFigure) or (isinstance(figure, FarFigure) and figure.remembrance):
+            remembrance = self.params.remembrance
+            if isinstance(figure, RememberedFigure) and figure.length is not None:
+                remembrance = remembrance.model_copy(update={"length": figure.length})
+            files: tuple[str, ...] = ("remembrance.parquet",)
+            measured = self._measured("remembrance", remembrance, files, trained)
+            inputs["remembrance"] = (self._compare_measured("remembrance", name, files, measured),)
+        if isinstance(figure, StatesFigure):
+            states = self.params.states
+            if figure.length is not None:
+                states = states.model_copy(update={"length": figure.length})
+            measured = self._measured("states", states, ("states.parquet", "positions.parquet", "samples.parquet"), trained)
+            inputs["states"] = (self._compare_measured("states", name, ("states.parquet", "heads.parquet"), measured),)
+        if isinstance(figure, ShiftFigure):
+            shift = self.params.shift
+            if figure.length is not None:
+                shift = shift.model_copy(update={"length": figure.length})
+            files = ("shift.parquet", "association.parquet", "swaps.parquet")
+            inputs["shift"] = tuple(self._measured("shift", shift, files, trained).values())
+        return Page(name, inputs, self._report(figure, runs, series, inputs))
 
     def _documents(self, source: Source) -> Iterator[Stage]:
         params = self.params
@@ -219,41 +256,49 @@ class Plan:
             numerics=("corpus",),
         )
 
-    def _base(self, name: str, model: Model) -> Stage:
-        params = self.params
+    def _origin(self, origin: Origin) -> Stage:
+        params, model = self.params, origin.spec
         if model.checkpoint is not None:
             outside = sources.Outside("checkpoint", model.checkpoint)
-            return Stage(
-                rule="import_checkpoint",
-                phase="pretrain",
-                name=f"checkpoint.{name}",
-                params={
-                    "architecture": model.architecture,
-                    "checkpoint": model.checkpoint,
-                    "content": sources.content(outside, self.lock),
-                },
-                files=("config.json", "model.safetensors"),
-                numerics=("models",),
+            return self._add(
+                Stage(
+                    rule="import_checkpoint",
+                    phase="pretrain",
+                    name=f"checkpoint.{origin.name}",
+                    params={
+                        "architecture": model.architecture,
+                        "checkpoint": model.checkpoint,
+                        "content": sources.content(outside, self.lock),
+                    },
+                    files=("config.json", "model.safetensors"),
+                    numerics=("models",),
+                )
             )
         assert model.shape is not None
-        tokens = params.pretrain.tokens_of(name)
-        return Stage(
-            rule="pretrain",
-            phase="pretrain",
-            name=f"{name}.s{params.pretrain.seed}",
-            params={
-                "architecture": model.architecture,
-                "shape": model.shape.model_dump(mode="json"),
-                "vocabulary_size": params.tokenizer.vocabulary_size,
-                "context": model.context,
-                "tokens": tokens,
-                "seed": params.pretrain.seed,
-                "recipe": params.pretrain.recipe_of(name).model_dump(mode="json"),
-            },
-            files=("config.json", "model.safetensors", "metrics.jsonl", *map(snapshot_file, snapshot_tokens(tokens))),
-            upstream={"store": (self.store,)},
-            numerics=("ops", "models", "training"),
+        stage = self._add(
+            Stage(
+                rule="pretrain",
+                phase="pretrain",
+                name=f"{origin.name}.s{origin.seed}",
+                params={
+                    "architecture": model.architecture,
+                    "shape": model.shape.model_dump(mode="json"),
+                    "vocabulary_size": params.tokenizer.vocabulary_size,
+                    "context": model.context,
+                    "tokens": origin.tokens,
+                    "seed": origin.seed,
+                    "recipe": origin.recipe.model_dump(mode="json"),
+                },
+                files=(
+                    *("config.json", "model.safetensors", "metrics.jsonl"),
+                    *map(snapshot_file, snapshot_tokens(origin.tokens)),
+                ),
+                upstream={"store": (self.store,)},
+                numerics=("ops", "models", "training"),
+            )
         )
+        self._budgets.setdefault(tuple(snapshot_tokens(origin.tokens)), {})[origin.name] = None
+        return stage
 
     @property
     def budgets(self) -> dict[str, dict[str, Any]]:
@@ -261,101 +306,148 @@ class Plan:
 
         A rule declares its snapshots, so models whose budgets hold different ones need rules of their own.
         """
-        groups: dict[tuple[int, ...], list[str]] = {}
-        for model in self.base:
-            if self.params.models[model].checkpoint is None:
-                groups.setdefault(tuple(snapshot_tokens(self.params.pretrain.tokens_of(model))), []).append(model)
-        groups = groups or {(): []}
+        groups = self._budgets or {(): {}}
         return {
             "pretrain" if number == 0 else f"pretrain_{number + 1}": {
-                "models": models,
+                "models": list(models),
                 "snapshots": {f"snapshot_{tokens}": snapshot_file(tokens) for tokens in snapshots},
             }
             for number, (snapshots, models) in enumerate(sorted(groups.items()))
         }
 
-    def _posttrain(self, name: str, arm: str, seed: int, steps: int) -> Stage:
-        posttrain = self.params.posttrain
-        return Stage(
-            rule="posttrain",
-            phase="posttrain",
-            name=f"{name}.{arm}.s{seed}",
-            params={
-                "context": self.params.models[name].context,
-                "arm": posttrain.arms[arm].model_dump(mode="json"),
-                "steps": steps,
-                "seed": seed,
-                "stretch_tokens": posttrain.stretch_tokens,
-                "recipe": posttrain.recipe_of(name).model_dump(mode="json"),
-            },
-            files=("config.json", "model.safetensors", "metrics.jsonl", "ages.parquet"),
-            upstream={"checkpoint": (self.base[name],), "store": (self.store,)},
-            numerics=("ops", "models", "training"),
+    def _posttrain(self, origin: Origin, checkpoint: Stage, further: Further) -> Stage:
+        return self._add(
+            Stage(
+                rule="posttrain",
+                phase="posttrain",
+                name=f"{origin.name}.{further.name}.s{further.seed}",
+                params={
+                    "context": origin.spec.context,
+                    "arm": further.initial.model_dump(mode="json"),
+                    "steps": further.steps,
+                    "seed": further.seed,
+                    "stretch_tokens": self.params.posttrain.stretch_tokens,
+                    "recipe": further.recipe.model_dump(mode="json"),
+                },
+                files=("config.json", "model.safetensors", "metrics.jsonl", "ages.parquet"),
+                upstream={"checkpoint": (checkpoint,), "store": (self.store,)},
+                numerics=("ops", "models", "training"),
+            )
         )
 
-    def _evaluate(self, figure: Figure, name: str, arm: str, seed: int | None, checkpoint: Stage) -> Stage:
+    def _measure(
+        self, rule: str, key: str, run: Run, checkpoint: Stage, given: Texts, files: tuple[str, ...], numerics: tuple[str, ...]
+    ) -> Stage:
+        """One measurement of one run; the section of the parameters that it reads goes under `key`."""
+        labels = run.labels
+        seed = f".s{run.seed}" if run.seed is not None else ""
+        params: dict[str, Any] = {key: given.model_dump(mode="json"), "context": run.origin.spec.context, "labels": labels}
+        if run.snapshot is not None:
+            params["snapshot"] = run.snapshot
+        if rule == "shift":
+            # The states that its training met are met again: from the record of that training.
+            params["training"] = None if run.further is None else checkpoint.params
+        return self._add(
+            Stage(
+                rule=rule,
+                phase="evaluate",
+                name=f"{rule}.{labels['model']}.{labels['arm']}{seed}",
+                params=params,
+                files=files,
+                upstream={"checkpoint": (checkpoint,), "store": (self.store,)},
+                numerics=("ops", "models", *numerics),
+            )
+        )
+
+    def _measured(self, rule: str, given: Texts, files: tuple[str, ...], trained: dict[Run, Stage]) -> dict[Run, Stage]:
+        numerics = ("training", "evaluation", rule) if rule == "shift" else ("evaluation", rule)
+        return {run: self._measure(rule, rule, run, stage, given, files, numerics) for run, stage in trained.items()}
+
+    def _compare(self, name: str, figure: Shown, trained: dict[Run, Stage]) -> Stage:
+        """The comparison of perplexities."""
         evaluate = self.params.evaluate
         if figure.length is not None:
             evaluate = evaluate.model_copy(update={"length": figure.length})
-        return Stage(
-            rule="perplexity",
-            phase="evaluate",
-            name=f"perplexity.{name}.{arm}" + (f".s{seed}" if seed is not None else ""),
-            params={
-                "evaluate": evaluate.model_dump(mode="json"),
-                "context": self.params.models[name].context,
-                "labels": {"model": name, "arm": arm, "seed": seed},
-            },
-            files=("perplexity.parquet", "positions.parquet"),
-            upstream={"checkpoint": (checkpoint,), "store": (self.store,)},
-            numerics=("ops", "models", "evaluation"),
+        files = ("perplexity.parquet", "positions.parquet")
+        evaluations = {
+            run: self._measure("perplexity", "evaluate", run, stage, evaluate, files, ("evaluation",))
+            for run, stage in _ordered(trained).items()
+        }
+        trainings = {run: stage for run, stage in _ordered(trained).items() if run.further is not None}
+        return self._add(
+            Stage(
+                rule="compare",
+                phase="evaluate",
+                name=name,
+                params={
+                    "compare": self.params.compare.model_dump(mode="json"),
+                    "figure": _names(trained),
+                    "trainings": [{**run.labels, "directory": stage.directory} for run, stage in trainings.items()],
+                },
+                files=("curves.parquet", "references.parquet", "verdicts.parquet", "ages.parquet", "metrics.json"),
+                upstream={"evaluations": tuple(evaluations.values()), "trainings": tuple(trainings.values())},
+                numerics=("evaluation",),
+            )
         )
 
-    def _compare(self, name: str, figure: Figure, evaluations: dict[Run, Stage], trainings: dict[Run, Stage]) -> Stage:
-        def ordered(runs: dict[Run, Stage]) -> dict[Run, Stage]:
-            # Sorted, so that the order in which arms are written changes nothing.
-            return {run: runs[run] for run in sorted(runs, key=str)}
-
-        return Stage(
-            rule="compare",
-            phase="evaluate",
-            name=name,
-            params={
-                "compare": self.params.compare.model_dump(mode="json"),
-                "figure": {"models": list(figure.models), "arms": list(figure.arms)},
-                "trainings": [
-                    {"model": model, "arm": arm, "seed": seed, "directory": stage.directory}
-                    for (model, arm, seed), stage in ordered(trainings).items()
-                ],
-            },
-            files=("curves.parquet", "references.parquet", "verdicts.parquet", "ages.parquet", "metrics.json"),
-            upstream={"evaluations": tuple(ordered(evaluations).values()), "trainings": tuple(ordered(trainings).values())},
-            numerics=("evaluation",),
+    def _compare_measured(self, rule: str, name: str, files: tuple[str, ...], measured: dict[Run, Stage]) -> Stage:
+        return self._add(
+            Stage(
+                rule=f"compare_{rule}",
+                phase="evaluate",
+                name=f"compare_{rule}.{name}",
+                params={"compare": self.params.compare.model_dump(mode="json"), "figure": _names(measured)},
+                files=files,
+                upstream={"evaluations": tuple(_ordered(measured).values())},
+                numerics=("evaluation", rule),
+            )
         )
 
-    def _report(self, name: str, figure: Figure) -> dict[str, Any]:
+    def _report(
+        self, figure: Shown, runs: list[Run], series: list[Series], inputs: dict[str, tuple[Stage, ...]]
+    ) -> dict[str, Any]:
         """What a page prints besides its tables; a change of it draws the page again and computes nothing."""
         params = self.params
         report = params.report.model_dump(mode="json")
-        for part in ("pretrain", "posttrain", "evaluate"):
+        parts = ["pretrain", "posttrain"]
+        parts += [part for role, part in (("comparison", "evaluate"), *((r, r) for r in MEASURES)) if role in inputs]
+        for part in parts:
             report[part] = getattr(params, part).model_dump(mode="json", exclude={"by_model"})
-        report["posttrain"]["steps"] = params.posttrain.steps if figure.steps is None else figure.steps
-        report["posttrain"]["arms"] = {arm: report["posttrain"]["arms"][arm] for arm in figure.arms if arm != "base"}
-        report["evaluate"]["length"] = params.evaluate.length if figure.length is None else figure.length
-        report["order"] = list(figure.models)
+            if figure.length is not None and part in ("evaluate", "states", "shift"):
+                report[part]["length"] = figure.length
+        if isinstance(figure, RememberedFigure) and figure.length is not None:
+            report["remembrance"]["length"] = figure.length
+        report["posttrain"]["arms"] = {}
+        for run in runs:
+            if run.further is not None and run.further.arm not in report["posttrain"]["arms"]:
+                report["posttrain"]["arms"][run.further.arm] = params.posttrain.arms[run.further.arm].model_dump(mode="json")
+        if isinstance(figure, ArmsFigure):
+            report["posttrain"]["steps"] = params.posttrain.steps if figure.steps is None else figure.steps
+            report["posttrain"]["seeds"] = list(params.posttrain.seeds if figure.seeds is None else figure.seeds)
+        report["figure"] = figure.model_dump(mode="json")
+        report["series"] = [asdict(one) for one in series]
+        report["order"] = list(dict.fromkeys(run.origin.name for run in runs))
         report["models"] = {}
-        for model in figure.models:
-            spec = params.models[model]
-            recipe, tokens = params.pretrain.recipe_of(model), params.pretrain.tokens_of(model)
-            report["models"][model] = {
-                "architecture": spec.architecture,
-                "context": spec.context,
-                "shape": None if spec.shape is None else spec.shape.model_dump(mode="json"),
-                "training_tokens": None if spec.checkpoint else tokens // recipe.batch_tokens * recipe.batch_tokens,
-                "pretrain": None if spec.checkpoint else recipe.model_dump(mode="json"),
-                "posttrain": params.posttrain.recipe_of(model).model_dump(mode="json"),
-                "steps": params.posttrain.steps_of(model, figure),
-            }
+        for run in runs:
+            origin, spec = run.origin, run.origin.spec
+            trained_here = spec.checkpoint is None
+            whole = origin.tokens // origin.recipe.batch_tokens * origin.recipe.batch_tokens
+            posttrained = isinstance(figure, ArmsFigure)
+            report["models"].setdefault(
+                origin.name,
+                {
+                    "of": origin.model,
+                    "architecture": spec.architecture,
+                    "context": spec.context,
+                    "shape": None if spec.shape is None else spec.shape.model_dump(mode="json"),
+                    "training_tokens": whole if trained_here else None,
+                    "pretrain": origin.recipe.model_dump(mode="json") if trained_here else None,
+                    "posttrain": params.posttrain.recipe_of(origin.model).model_dump(mode="json") if posttrained else None,
+                    "steps": params.posttrain.steps_of(origin.model, figure) if isinstance(figure, ArmsFigure) else None,
+                },
+            )
+        if not isinstance(figure, ArmsFigure):
+            del report["posttrain"]
         return report
 
     # --- questions ---------------------------------------------------------------------------------------
@@ -501,7 +593,8 @@ class Plan:
 
         def want_page(page: Page) -> None:
             if page.carried(root) != page.wanted():
-                want(page.comparison)
+                for stage in page.shown:
+                    want(stage)
 
         for target in list(targets) or ["all"]:
             name = Path(target).as_posix().removeprefix("./")
@@ -525,6 +618,19 @@ class Plan:
 
 
 # --- helpers ---------------------------------------------------------------------------------------------
+
+
+def _ordered(stages: dict[Run, Stage]) -> dict[Run, Stage]:
+    """Sorted, so that the order in which arms are written changes nothing."""
+    return dict(sorted(stages.items(), key=lambda item: str(tuple(item[0].labels.values()))))
+
+
+def _names(runs: Iterable[Run]) -> dict[str, Any]:
+    """Models and arms in the order of the figure, each once."""
+    return {
+        "models": list(dict.fromkeys(run.origin.name for run in runs)),
+        "arms": list(dict.fromkeys(run.arm for run in runs)),
+    }
 
 
 def record_path(directory: str) -> Path:

@@ -10,6 +10,7 @@ from farstate.evaluation.compare import compare
 from farstate.evaluation.perplexity import EvaluationSettings, evaluate
 from farstate.evaluation.progress import ScoringProgress, StreamProgress
 from farstate.evaluation.published import Procedure, perplexity_of_text, report
+from farstate.grid import snapshot_file
 from farstate.models.importing import locate
 from farstate.ops import backends
 from farstate.params import Compare, Evaluate, as_written
@@ -21,7 +22,7 @@ def perplexity_stage(stage: Stage) -> None:
     """Measure the model that the record names."""
     with ScoringProgress(stage.output.name) as progress:
         evaluate(
-            checkpoint=stage.one("checkpoint"),
+            checkpoint=_checkpoint(stage),
             store_directory=stage.one("store"),
             evaluate=Evaluate.model_validate(as_written(stage.params["evaluate"])),
             context=stage.params["context"],
@@ -35,6 +36,12 @@ def perplexity_stage(stage: Stage) -> None:
             ),
             progress=progress,
         )
+
+
+def _checkpoint(stage: Stage) -> Path:
+    """The model that the record names: the folder of a training, or one of its snapshots."""
+    folder, tokens = stage.one("checkpoint"), stage.params.get("snapshot")
+    return folder if tokens is None else folder / snapshot_file(tokens)
 
 
 def perplexity_command(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from farstate.errors import FarstateError
@@ -66,14 +67,27 @@ class _Origin(_Strict):
 
 
 def detects(path: Path) -> bool:
-    """A `config.json` with an `architecture`."""
+    """A folder whose `config.json` has an `architecture`, or one file of weights that says so itself: a snapshot."""
+    if path.is_file():
+        return path.suffix == ".safetensors" and "config" in _header(path)
     return "architecture" in peek(path)
 
 
+def _header(path: Path) -> dict[str, str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except (SafetensorError, OSError):
+        return {}
+
+
 def read(path: Path) -> Checkpoint:
-    """The folder `path`; the weights' header must repeat its configuration, and is held to what an origin may say."""
-    config = validated(json_object(path / CONFIG), path / CONFIG)
-    source = path / SAFETENSORS
+    """The folder `path`, whose weights repeat its configuration; or one file of weights, which holds its own.
+
+    What the header says of an origin is held to what an origin may say.
+    """
+    source = path if path.is_file() else path / SAFETENSORS
+    config = None if path.is_file() else validated(json_object(path / CONFIG), path / CONFIG)
     if not source.exists():
         raise FarstateError(f"{path}: no {SAFETENSORS} in it")
     tensors, metadata = read_safetensors(source)
@@ -82,9 +96,12 @@ def read(path: Path) -> Checkpoint:
         repeated = config_from_json(stored) if isinstance(stored, dict) else None
     except (KeyError, ValueError, RecursionError, OverflowError, FarstateError):
         repeated = None
-    if repeated != config:
+    if repeated is None and config is None:
+        raise FarstateError(f"{source}: its header holds no configuration of a model")
+    if config is not None and repeated != config:
         raise FarstateError(f"{source}: written for another configuration than {path / CONFIG}")
-    return Checkpoint(config, tensors, _origin(metadata.get("origin"), source), source)
+    assert repeated is not None
+    return Checkpoint(repeated, tensors, _origin(metadata.get("origin"), source), source)
 
 
 def _origin(text: str | None, source: Path) -> Origin:
