@@ -261,7 +261,11 @@ ARMS: tuple[dict[str, Any], ...] = (
     {"initial_state": "state_passing", "carry_auxiliary": False},
     {"initial_state": "state_passing", "previous": "micro_batch", "reset_unit": "batch", "reset_auxiliary": False},
     {"initial_state": "tbtt"},
+    {"initial_state": "gaussian", "scope": "joint"},
+    {"initial_state": "gaussian", "scope": "head"},
+    {"initial_state": "permuted"},
 )
+MAKE_THEIR_OWN = ("zero", "random_noise", "fitted_noise", "gaussian", "permuted")
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -283,7 +287,7 @@ def test_interventions_work_and_resume(arm: dict[str, Any], window: int | None, 
     save_file({name: tensor.contiguous() for name, tensor in before.state_dict().items()}, tmp_path / "state")
     after.load_state_dict(load_file(tmp_path / "state"))
     assert losses + post_train(model, after, range(2, 4), lambda state: None) == expected
-    if arm["initial_state"] in ("zero", "random_noise", "fitted_noise") or arm.get("carry_auxiliary") is False:
+    if arm["initial_state"] in MAKE_THEIR_OWN or arm.get("carry_auxiliary") is False:
         assert not any(lengths)
     else:
         assert max(lengths) == {None: 7 * CONTEXT if "previous" in arm else 3 * CONTEXT, 9: 8}[window]

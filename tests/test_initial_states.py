@@ -25,7 +25,15 @@ ARMS = (
     {"initial_state": "fitted_noise"},
     {"initial_state": "state_passing", "reset_probability": 0.4},
     {"initial_state": "tbtt"},
+    {"initial_state": "gaussian", "scope": "joint", "reset_probability": 0.4},
+    {"initial_state": "gaussian", "scope": "head", "reset_probability": 0.4},
+    {"initial_state": "permuted", "reset_probability": 0.4},
 )
+MADE = ARMS[5:]
+
+
+def name_of(arm: dict) -> str:
+    return "-".join(str(arm[key]) for key in ("initial_state", "scope") if key in arm)
 
 
 @dataclass
@@ -81,7 +89,7 @@ def test_every_arm_of_the_parameters_is_registered():
     assert {get_args(arm.model_fields["initial_state"].annotation)[0] for arm in get_args(union)} == set(REGISTRY)
 
 
-@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm["initial_state"])
+@pytest.mark.parametrize("arm", ARMS, ids=name_of)
 def test_resumed_is_undisturbed(arm, tmp_path):
     """State after two steps, through a safetensors file into a new object: the same for ever after."""
     reference = make(arm)
@@ -99,7 +107,7 @@ def test_resumed_is_undisturbed(arm, tmp_path):
             intervention.observe(random_state(step), 0)
 
 
-@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm["initial_state"])
+@pytest.mark.parametrize("arm", ARMS, ids=name_of)
 def test_no_gradient_and_no_global_randomness(arm):
     before = torch.get_rng_state()
     intervention = make(arm)
@@ -113,7 +121,7 @@ def test_no_gradient_and_no_global_randomness(arm):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("arm", ARMS[1:4], ids=lambda arm: arm["initial_state"])
+@pytest.mark.parametrize("arm", [*ARMS[1:4], *MADE], ids=name_of)
 def test_draws_do_not_depend_on_how_a_batch_is_cut(arm):
     whole, parts = make(arm), make(arm, micro_batches=4)
     for step in range(4):
@@ -285,3 +293,145 @@ def test_tbtt_keeps_a_state_for_each_part():
         intervention.initial(0, rows(4, fresh=[True] * 4), number)
         intervention.observe(final(number, 4), number)
     assert [marks(intervention.initial(1, rows(4), number))[0] for number in range(2)] == [1.0, 101.0]
+
+
+# --- arms made of the last batch's states ----------------------------------------------------------------
+
+
+def correlated(count: int = ROWS) -> State:
+    """Every head of every layer leans on one number of its row: elements correlate within heads, and between them."""
+    generator = torch.Generator().manual_seed(count)
+    common = torch.randn(count, 1, 1, generator=generator)
+    state = random_state(9, count)
+    for layer in range(len(state)):
+        state = state.with_entries(layer, state.entries(layer) + 3.0 * common)
+    return state
+
+
+def side_by_side(state: State) -> np.ndarray:
+    """(rows, elements) float64, all heads of all layers side by side."""
+    return torch.cat([state.entries(layer).flatten(1) for layer in range(len(state))], dim=1).double().numpy()
+
+
+def many_draws(arm: dict, seen: State, steps: int) -> np.ndarray:
+    intervention = make(arm | {"reset_probability": 0.0}, rows=seen.batch_size)
+    intervention.observe(seen, 0)
+    drawn = []
+    for step in range(1, steps + 1):
+        state = intervention.initial(step, rows(seen.batch_size), 0)
+        assert state is not None
+        assert not any(layer.auxiliary["conv"].any() for layer in state.layers)
+        assert intervention.ages().tolist() == [NO_AGE] * seen.batch_size
+        drawn.append(side_by_side(state))
+    return np.concatenate(drawn)
+
+
+def within_heads(elements: int) -> np.ndarray:
+    """(elements, elements) bool: whether two elements are of one head."""
+    heads = [values.shape[1] for values in (MODEL.zero_state(1).entries(layer) for layer in range(2))]
+    head = np.repeat(np.arange(sum(heads)), elements // sum(heads))
+    return head[:, None] == head[None]
+
+
+@pytest.mark.parametrize("scope", ["joint", "head"])
+def test_gaussian_states_have_the_moments_of_the_batch(scope):
+    """Each entry of mean and covariance within six standard errors of a Gaussian's; between heads, `head` has none."""
+    seen = correlated()
+    drawn = many_draws({"initial_state": "gaussian", "scope": scope}, seen, steps=1500)
+    expected = np.cov(side_by_side(seen), rowvar=False)
+    inside = within_heads(len(expected))
+    assert np.abs(expected[~inside]).mean() > 1.0
+    if scope == "head":
+        expected = np.where(inside, expected, 0.0)
+    variance, count = np.diag(expected), len(drawn)
+    assert (np.abs(drawn.mean(0) - side_by_side(seen).mean(0)) < 6.0 * np.sqrt(variance / count)).all()
+    error = np.sqrt((variance[:, None] * variance + expected**2) / count)
+    assert (np.abs(np.cov(drawn, rowvar=False) - expected) < 6.0 * error).all()
+    # Normal, not only of the right moments: the kurtosis of all standardised elements together is near 3.
+    kurtosis = (((drawn - drawn.mean(0)) / drawn.std(0)) ** 4).mean()
+    assert kurtosis == pytest.approx(3.0, abs=0.1)
+
+
+def test_joint_states_lie_in_the_span_of_the_batch():
+    """Seven centred directions of eight states, and no more: weights are shared by all heads and layers."""
+    seen = random_state(4)
+    for scope, rank in (("joint", ROWS - 1), ("head", (ROWS - 1) * len(np.unique(within_heads(512), axis=0)))):
+        drawn = many_draws({"initial_state": "gaussian", "scope": scope}, seen, steps=20)
+        assert np.linalg.matrix_rank(drawn - side_by_side(seen).mean(0), tol=1e-3) == rank
+
+
+def test_permuted_states_have_the_marginals_and_no_correlation():
+    seen = correlated(64)
+    before = side_by_side(seen)
+    drawn = many_draws({"initial_state": "permuted"}, seen, steps=40)
+    for step in drawn.reshape(40, 64, -1):
+        assert np.array_equal(np.sort(step, axis=0), np.sort(before, axis=0))
+    inside = within_heads(before.shape[1])
+    off = ~np.eye(len(inside), dtype=bool)
+    assert np.corrcoef(before, rowvar=False)[off].mean() > 0.4
+    after = np.corrcoef(drawn, rowvar=False)[off]
+    assert abs(after.mean()) < 0.01
+    assert np.abs(after).max() < 6.0 / len(drawn) ** 0.5
+
+
+def test_every_permutation_is_equally_likely():
+    """Of three rows: six orders over all elements and steps, by Pearson's statistic (5 degrees, below its 1 − 1e-6 quantile)."""
+    seen = random_state(3, 3)
+    drawn = many_draws({"initial_state": "permuted"}, seen, steps=20).reshape(20, 3, -1)
+    place = (drawn[:, :, None] == side_by_side(seen)).argmax(2)
+    counts = np.unique(place[:, 0] * 9 + place[:, 1] * 3 + place[:, 2], return_counts=True)[1]
+    assert len(counts) == 6
+    expected = counts.sum() / 6
+    assert ((counts - expected) ** 2 / expected).sum() < 35.9
+
+
+@pytest.mark.parametrize("arm", MADE, ids=name_of)
+def test_resets_are_those_of_state_passing(arm):
+    made, passing = make(arm, rows=200), make({"initial_state": "state_passing", "reset_probability": 0.4}, rows=200)
+    share = []
+    for step in range(20):
+        state = made.initial(step, rows(200), 0)
+        passing.initial(step, rows(200), 0)
+        reset = passing.ages() == 0
+        assert made.ages().tolist() == [0 if zero else NO_AGE for zero in reset]
+        if state is None:
+            assert step == 0
+        else:
+            share.append(reset.double().mean().item())
+            for layer in range(len(state)):
+                assert torch.equal(~state.entries(layer).flatten(1).any(1), reset)
+        made.observe(random_state(step, 200), 0)
+        passing.observe(random_state(step, 200), 0)
+    assert abs(np.mean(share) - 0.4) < 4 * (0.4 * 0.6 / (200 * 19)) ** 0.5
+
+
+@pytest.mark.parametrize("arm", MADE, ids=name_of)
+def test_a_batch_of_one_row_has_no_spread(arm):
+    seen = random_state(2, 1)
+    assert np.allclose(many_draws(arm, seen, steps=2), side_by_side(seen), rtol=1e-6)
+
+
+@pytest.mark.parametrize("arm", MADE, ids=name_of)
+def test_made_states_are_of_the_last_whole_batch(arm):
+    """Whatever was drawn or seen before: step and batch decide alone."""
+    first, second = make(arm, micro_batches=2), make(arm, micro_batches=2)
+    for step in range(3):
+        for number in range(2):
+            first.initial(step, rows(4), number)
+            first.observe(random_state(step, 4), number)
+    for number in range(2):
+        second.observe(random_state(2, 4), number)
+    second.initial(2, rows(4), 1)
+    for number in range(2):
+        left, right = first.initial(3, rows(4), number), second.initial(3, rows(4), number)
+        assert left is not None
+        assert right is not None
+        assert all(torch.equal(left.entries(layer), right.entries(layer)) for layer in range(2))
+    other = make(arm, micro_batches=2, seed=4)
+    other.observe(random_state(2, 4), 0)
+    assert other.initial(3, rows(4), 0) is None
+    other.observe(random_state(2, 4), 1)
+    different, same = other.initial(3, rows(4), 1), second.initial(3, rows(4), 1)
+    assert different is not None
+    assert same is not None
+    assert not torch.equal(different.entries(0), same.entries(0))

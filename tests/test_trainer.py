@@ -295,7 +295,15 @@ def test_ages_under_tbtt_are_the_distance_from_the_start_of_the_stretch(store, b
 
 
 @pytest.mark.parametrize(
-    "arm", [{"initial_state": "zero"}, PASSING, {"initial_state": "fitted_noise"}, {"initial_state": "tbtt"}]
+    "arm",
+    [
+        {"initial_state": "zero"},
+        PASSING,
+        {"initial_state": "fitted_noise"},
+        {"initial_state": "tbtt"},
+        {"initial_state": "gaussian", "scope": "head"},
+        {"initial_state": "permuted"},
+    ],
 )
 def test_accumulated_gradients_are_one_batch(store, base, tmp_path, arm):
     posttrain(store, base, tmp_path / "whole", arm, steps=6)
@@ -744,6 +752,9 @@ def test_golden(tmp_path):
         "fitted_noise": {"initial_state": "fitted_noise"},
         "state_passing": {"initial_state": "state_passing", "reset_probability": 0.5},
         "tbtt": {"initial_state": "tbtt"},
+        "gaussian_joint": {"initial_state": "gaussian", "scope": "joint", "reset_probability": 0.5},
+        "gaussian_head": {"initial_state": "gaussian", "scope": "head", "reset_probability": 0.5},
+        "permuted": {"initial_state": "permuted", "reset_probability": 0.5},
     }
     values = {f"{name}.{what}": tensor for name, arm in arms.items() for what, tensor in golden_run(arm).items()}
     recipe = params.Recipe(batch_tokens=1, peak_learning_rate=3e-3)

@@ -1,6 +1,7 @@
 """The interventions: from which state each training sequence begins (paper §3 and App. B; everything else is equal).
 
-Adding one: a class with the methods of `Intervention`, its parameters in `farstate.params.Arm`, one line in `REGISTRY`.
+Adding one: a class with the methods of `Intervention` (`farstate.training.interventions`), its parameters in
+`farstate.params.Arm`, one line in `REGISTRY`. The five of the paper are here, those that take them apart in `mechanism`.
 
 Draws depend only on (seed, step, row of the batch): not on how a batch is cut into micro-batches, nor on what was drawn
 before. Hence no generator has to be saved, and a resumed run draws what the uninterrupted one does. Noise is drawn on the
@@ -11,76 +12,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from farstate import params
-from farstate.corpus.permutation import mix
 from farstate.state import LayerState, State
+from farstate.training.interventions import NO_AGE, NOISE, Intervention, Rows, Run, drawn_resets, generators
+from farstate.training.mechanism import Gaussian, Permuted
 
-NO_AGE = -1
-"""Stands for the age of a state that no text led to."""
-
-# Keys that keep the pseudo-random draws of one seed apart, from each other and from the data order's.
-_NOISE, _RESET = 101, 102
-
-
-class Rows(Protocol):
-    """The rows of a micro-batch, as far as interventions look at them (`corpus.readers.Batch` has more)."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """(B, T + 1) int64."""
-
-    @property
-    def fresh(self) -> Tensor:
-        """(B,) bool, true where a row does not continue its window of the step before."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What an intervention knows of the run it serves.
-
-    Attributes:
-        seed: of the post-training.
-        rows: rows of a whole batch, a multiple of micro_batches.
-        micro_batches: parts in which a batch is computed; part m holds rows m · rows / micro_batches onwards.
-        context: T in tokens.
-        zero_state: gives a zero state of so many rows, on the model's device.
-    """
-
-    seed: int
-    rows: int
-    micro_batches: int
-    context: int
-    zero_state: Callable[[int], State]
-
-    @property
-    def part(self) -> int:
-        """Rows of a micro-batch."""
-        return self.rows // self.micro_batches
-
-
-class Intervention(Protocol):
-    """For each micro-batch in turn: `initial`, then (if wanted) `ages`, then `observe`."""
-
-    def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
-        """The state from which the rows of this micro-batch begin, without gradient; None is the zero state."""
-
-    def ages(self) -> Tensor:
-        """(B,) int64 on the CPU: age in tokens of each row's state that `initial` gave last; 0 is zero, NO_AGE is noise."""
-
-    def observe(self, final_state: State, micro_batch: int) -> None:
-        """See the state after the micro-batch; what is kept of it is detached."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Between two steps: all that is needed to go on, as tensors."""
-
-    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        """Take back what `state_dict` gave."""
+__all__ = ["NO_AGE", "REGISTRY", "Intervention", "Rows", "Run", "build"]
 
 
 class ZeroInit:
@@ -251,13 +193,11 @@ class StatePassing(_Carried):
         self._unit = arm.reset_unit
 
     def _resets(self, step: int, batch: Rows, micro_batch: int) -> Tensor:
-        part = self._run.part
         if self._unit == "sequence":
-            unit = torch.arange(micro_batch * part, (micro_batch + 1) * part)
+            unit = self._run.rows_of(micro_batch)
         else:
-            unit = torch.full((part,), micro_batch if self._between_parts else 0)
-        bits = mix(self._run.seed, _RESET, step, unit.numpy()) >> 11  # 53 of them: every double in [0, 1) of that spacing
-        return torch.from_numpy(bits.astype("float64") * 2.0**-53) < self._probability
+            unit = torch.full((self._run.part,), micro_batch if self._between_parts else 0)
+        return drawn_resets(self._run, step, unit, self._probability)
 
 
 class Tbtt(_Carried):
@@ -276,6 +216,8 @@ REGISTRY: dict[str, Callable[[Any, Run], Intervention]] = {
     "fitted_noise": FittedNoise,
     "state_passing": StatePassing,
     "tbtt": Tbtt,
+    "gaussian": Gaussian,
+    "permuted": Permuted,
 }
 
 
@@ -301,12 +243,11 @@ def _moments(entries: Tensor) -> tuple[Tensor, Tensor]:
 def _noise(run: Run, step: int, micro_batch: int, shape: Callable[[int, Tensor], Tensor]) -> State:
     """Standard normal entries, each row from a generator of its own, given by layer as (B, H, E) to `shape`."""
     state = run.zero_state(run.part)
-    seeds = mix(run.seed, _NOISE, step, torch.arange(micro_batch * run.part, (micro_batch + 1) * run.part).numpy())
-    generators = [torch.Generator().manual_seed(int(seed)) for seed in seeds]
+    of_rows = generators(run, NOISE, step, run.rows_of(micro_batch))
     for layer in range(len(state)):
         zeros = state.entries(layer)
         values = torch.empty(zeros.shape, dtype=zeros.dtype)
-        for row, generator in zip(values, generators, strict=True):
+        for row, generator in zip(values, of_rows, strict=True):
             row.normal_(generator=generator)
         state = state.with_entries(layer, shape(layer, values))
     return state

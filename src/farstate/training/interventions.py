@@ -1,0 +1,92 @@
+"""What all interventions share: the interface, what they know of their run, and the draws that belong to a row of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from farstate.corpus.permutation import mix
+from farstate.state import State
+
+NO_AGE = -1
+"""Stands for the age of a state that no text led to."""
+
+# Keys that keep the pseudo-random draws of one seed apart, from each other and from the data order's.
+NOISE, RESET, COMBINATION, PERMUTATION = 101, 102, 103, 104
+
+
+class Rows(Protocol):
+    """The rows of a micro-batch, as far as interventions look at them (`corpus.readers.Batch` has more)."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """(B, T + 1) int64."""
+
+    @property
+    def fresh(self) -> Tensor:
+        """(B,) bool, true where a row does not continue its window of the step before."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an intervention knows of the run it serves.
+
+    Attributes:
+        seed: of the post-training.
+        rows: rows of a whole batch, a multiple of micro_batches.
+        micro_batches: parts in which a batch is computed; part m holds rows m · rows / micro_batches onwards.
+        context: T in tokens.
+        zero_state: gives a zero state of so many rows, on the model's device.
+    """
+
+    seed: int
+    rows: int
+    micro_batches: int
+    context: int
+    zero_state: Callable[[int], State]
+
+    @property
+    def part(self) -> int:
+        """Rows of a micro-batch."""
+        return self.rows // self.micro_batches
+
+    def rows_of(self, micro_batch: int) -> Tensor:
+        """(B,) int64: the numbers, in the whole batch, of a micro-batch's rows."""
+        return torch.arange(micro_batch * self.part, (micro_batch + 1) * self.part)
+
+
+class Intervention(Protocol):
+    """For each micro-batch in turn: `initial`, then (if wanted) `ages`, then `observe`."""
+
+    def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
+        """The state from which the rows of this micro-batch begin, without gradient; None is the zero state."""
+
+    def ages(self) -> Tensor:
+        """(B,) int64 on the CPU: age in tokens of each row's state that `initial` gave last; 0 is zero, NO_AGE is noise."""
+
+    def observe(self, final_state: State, micro_batch: int) -> None:
+        """See the state after the micro-batch; what is kept of it is detached."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Between two steps: all that is needed to go on, as tensors."""
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what `state_dict` gave."""
+
+
+def generators(run: Run, what: int, step: int, rows: Tensor) -> list[torch.Generator]:
+    """For each of `rows`, numbered in the whole batch, a CPU generator of its own; `what` is one of the keys above."""
+    return [torch.Generator().manual_seed(int(seed)) for seed in mix(run.seed, what, step, rows.numpy())]
+
+
+def drawn_resets(run: Run, step: int, units: Tensor, probability: float) -> Tensor:
+    """Whether each of `units` (integers: rows of the batch, or what stands for several) is reset, bool on the CPU.
+
+    The same for every intervention with this probability, so that arms differ in their states and not in their resets.
+    """
+    bits = mix(run.seed, RESET, step, units.numpy()) >> 11  # 53 of them: every double in [0, 1) of that spacing
+    return torch.from_numpy(bits.astype("float64") * 2.0**-53) < probability
