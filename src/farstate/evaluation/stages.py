@@ -10,10 +10,11 @@ from farstate.evaluation.compare import compare
 from farstate.evaluation.perplexity import EvaluationSettings, evaluate
 from farstate.evaluation.progress import ScoringProgress, StreamProgress
 from farstate.evaluation.published import Procedure, perplexity_of_text, report
+from farstate.evaluation.states import states
 from farstate.grid import snapshot_file
 from farstate.models.importing import locate
 from farstate.ops import backends
-from farstate.params import Compare, Evaluate, as_written
+from farstate.params import Compare, Evaluate, States, as_written
 from farstate.settings import current_settings
 from farstate.stages import Stage
 
@@ -99,3 +100,23 @@ def compare_stage(stage: Stage) -> None:
         figure=stage.params["figure"],
         output=stage.output,
     )
+
+
+def states_stage(stage: Stage) -> None:
+    """Measure the states of the model that the record names."""
+    with ScoringProgress(stage.output.name) as progress:
+        states(
+            checkpoint=_checkpoint(stage),
+            store_directory=stage.one("store"),
+            states=States.model_validate(as_written(stage.params["states"])),
+            context=stage.params["context"],
+            labels=stage.params["labels"],
+            output=stage.output,
+            settings=EvaluationSettings(
+                device=_device(stage.settings.device),
+                threads=stage.threads,
+                rows=stage.settings.evaluation_rows,
+                segment_tokens=stage.settings.evaluation_segment,
+            ),
+            progress=progress,
+        )

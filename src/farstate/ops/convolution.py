@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from farstate.ops import state_moments
 from farstate.ops.precision import compute_dtype
 from farstate.ops.slices import row_slices
 
@@ -65,6 +66,7 @@ def causal_conv1d(
     else:
         # A copy: the state outlives the segment and must not keep its activations alive.
         kept = kept.clone(memory_format=torch.contiguous_format)
+    state_moments.observe_inputs(x, initial_state, kept)
     return y.to(out_dtype), kept
 
 

@@ -12,11 +12,14 @@ channel (GLA, RWKV-6; `vector_moments`) the same holds for every row S[n, :] of 
 chunks exist anyway; ‖S‖² and Σ S start anew from them after a few dozen steps, so that nothing drifts. Mamba-1, where every
 entry has its own decay, has no such form: its states are reduced chunk by chunk (`diagonal_moments`).
 
-`recording` collects the moments of every recurrence that a model computes:
+States that hold the last inputs (a convolution's columns, a token shift) are sums of a few numbers each (`window_moments`).
+
+`recording` collects the moments of every recurrence that a model computes, and of what it remembers of its last inputs:
 
     with state_moments.recording() as record:
         hidden, state = model(tokens, state)
     record.layers[i].norm, .mean, .std         # (B, T, H)
+    record.of(state.layers[i].auxiliary["conv"]).std   # (B, T, 1)
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from farstate.ops.diagonal_moments import diagonal_decay
 from farstate.ops.precision import compute_dtype
 from farstate.ops.scalar_moments import Scan, scalar_decay
 from farstate.ops.vector_moments import vector_decay
+from farstate.ops.window_moments import window
 
 __all__ = [
     "Moments",
@@ -44,6 +48,7 @@ __all__ = [
     "delta_rule",
     "diagonal_decay",
     "naive",
+    "observe_inputs",
     "observed",
     "recording",
     "scalar_decay",
@@ -87,9 +92,19 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """Moments of each recurrence, in the order of the layers; those of a second call follow those of the first."""
+    """Moments of what a model computed.
+
+    Attributes:
+        layers: of each recurrence, in the order of the layers; those of a second call follow those of the first.
+        inputs: of each state that holds the last inputs, beside that state after the segment.
+    """
 
     layers: list[Moments] = field(default_factory=list)
+    inputs: list[tuple[Tensor, Moments]] = field(default_factory=list)
+
+    def of(self, state: Tensor) -> Moments | None:
+        """The moments (B, T, 1) of what ended as `state`, an auxiliary tensor that the model returned; None: not recorded."""
+        return next((moments for final, moments in self.inputs if final is state), None)
 
 
 _RECORD: ContextVar[Record | None] = ContextVar("state_moments", default=None)
@@ -118,6 +133,22 @@ def observed(operation: str, function: Callable[..., Result]) -> Callable[..., R
         return result
 
     return with_moments
+
+
+def observe_inputs(x: Tensor, past: Tensor | None, final: Tensor) -> None:
+    """While `recording` is active, record the moments of a state that holds the last inputs.
+
+    Args:
+        x: inputs of the segment, (B, T, C).
+        past: the state before it, (B, C, n), oldest first, or (B, C); None for zero.
+        final: the state after it, of the same shape.
+    """
+    record = _RECORD.get()
+    if record is None or not final.numel():
+        return
+    inputs = 1 if final.dim() == 2 else final.shape[2]
+    sums, squares = window(x, past if past is None else past.reshape(*past.shape[:2], inputs), inputs)
+    record.inputs.append((final, Moments(sums.unsqueeze(-1), squares.unsqueeze(-1), final[0].numel())))
 
 
 def naive(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from farstate.models.parts import LayerNorm, draw_uniform, linear
 from farstate.models.rwkv6.shape import RWKV6Config
-from farstate.ops import backends
+from farstate.ops import backends, state_moments
 from farstate.ops.precision import compute_dtype
 from farstate.state import LayerState
 
@@ -42,7 +42,9 @@ def token_shift(x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
     before = x.new_zeros(x.shape[0], x.shape[2]) if last is None else last.to(x.dtype)
     shifted = torch.cat([before.unsqueeze(1), x[:, :-1]], dim=1)
     # A copy: the state outlives the segment and must not keep its activations alive.
-    return shifted - x, x[:, -1].to(compute_dtype(x), copy=True)
+    final = x[:, -1].to(compute_dtype(x), copy=True)
+    state_moments.observe_inputs(x, last, final)
+    return shifted - x, final
 
 
 class Projection(nn.Module):
