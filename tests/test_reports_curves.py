@@ -558,6 +558,11 @@ def test_styles_tell_arms_apart_without_colour() -> None:
     assert len({style.shape for style in styles}) == len(styles)
     assert len({style.colour for style in styles}) == len(styles)
     assert arm_styles(["tbtt"])[0] == styles[5]
+    every = arm_styles([*(style.name for style in styles), "gaussian_joint", "gaussian_head", "permuted", "xx", "yy"])
+    for told_by in ("shape", "dash", "colour"):
+        seen = [getattr(style, told_by) for style in every]
+        # Base and state passing are both drawn without gaps, in black and blue.
+        assert len(set(seen)) == len(every) - (told_by == "dash")
 
 
 def test_lower_bounds_of_the_paper_become_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
