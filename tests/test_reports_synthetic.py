@@ -15,6 +15,7 @@ from typing import Any
 import polars as pl
 
 from farstate.reports import curves as stage
+from farstate.reports import panels
 from farstate.reports.page import OUTPUTS
 
 FAR_EXCESS = {"base": 0.67, "control": 0.73, "random_noise": 0.46, "fitted_noise": 0.47, "state_passing": 0.03, "tbtt": 0.004}
@@ -108,10 +109,10 @@ def write_tables(
                 )
                 if seed is not None:
                     ages += _ages(model, arm, seed, train_length)
-    pl.DataFrame(curves, schema_overrides={"seed": pl.Int64}).select(stage.CURVE_COLUMNS).write_parquet(
+    pl.DataFrame(curves, schema_overrides={"seed": pl.Int64}).select(panels.CURVE_COLUMNS).write_parquet(
         directory / "curves.parquet"
     )
-    pl.DataFrame(references, schema_overrides={"seed": pl.Int64}).select(stage.CURVE_COLUMNS).write_parquet(
+    pl.DataFrame(references, schema_overrides={"seed": pl.Int64}).select(panels.CURVE_COLUMNS).write_parquet(
         directory / "references.parquet"
     )
     pl.DataFrame(verdicts, infer_schema_length=None).write_parquet(directory / "verdicts.parquet")
@@ -256,6 +257,6 @@ def test_the_invention_has_the_columns_of_compare(tmp_path: Path) -> None:
 def test_the_figure_asks_only_for_columns_that_compare_writes() -> None:
     from farstate.evaluation.compare import AGE_SCHEMA, CURVE_SCHEMA, VERDICT_SCHEMA
 
-    assert tuple(CURVE_SCHEMA) == stage.CURVE_COLUMNS
+    assert tuple(CURVE_SCHEMA) == panels.CURVE_COLUMNS
     assert tuple(AGE_SCHEMA) == stage.AGE_COLUMNS
-    assert set(stage.VERDICT_COLUMNS) <= set(VERDICT_SCHEMA)
+    assert set(panels.VERDICT_COLUMNS) <= set(VERDICT_SCHEMA)

@@ -8,8 +8,9 @@ size, with a Vega-Lite legend; it is what SVG, PNG and the JSON specification sh
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ from farstate.reports.theme import ArmStyle, Spec, colour_on, colour_signal, con
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 RESET = "reset"
 RESET_LABEL = "base, state reset every T_train tokens"
+RESET_STYLE = ArmStyle(RESET, RESET_LABEL, "#5c636b", (1, 3), "stroke", on_dark="#a8afb8")
+"""The base model's reset, drawn among the arms although it is none."""
 
 Row = dict[str, Any]
 Extent = tuple[float, float]
@@ -46,7 +49,8 @@ class Panel:
     """The rows of one model and metric.
 
     Each row has `kind` (mean, seed, broken, reference or paper), `arm`, `label`, `seed` (text), `position`,
-    `value`, `low`, `high`, `n` and `note`; `low` and `high` may be null.
+    `value`, `low`, `high`, `n` and `note`; `low` and `high` may be null. `train_lengths`: by arm, where the arms' training
+    lengths differ; `train_length` is the shortest then.
     """
 
     model: str
@@ -55,6 +59,7 @@ class Panel:
     train_length: int
     length: int
     rows: Sequence[Row] = field(repr=False)
+    train_lengths: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def near(self) -> float:
@@ -93,7 +98,7 @@ def screen_panel(panel: Panel, styles: Sequence[ArmStyle], y_range: Extent) -> S
     """A panel for the page, which supplies the data set `rows` (see `columns`)."""
     parameters: list[Spec] = [
         *screen_parameters(),
-        {"name": "shown", "value": [*(style.name for style in styles), RESET]},
+        {"name": "shown", "value": [style.name for style in styles]},
         *_view_parameters(panel, y_range),
     ]
     return {
@@ -182,8 +187,17 @@ def ages_panel(panel: Panel, styles: Sequence[ArmStyle]) -> Spec:
     }
 
 
-def sheet(panels: Sequence[Panel], styles: Sequence[ArmStyle], title: str, subtitle: Sequence[str]) -> Spec:
-    """All panels on one sheet, a row per model and a column per metric, from an eighth of the training length on."""
+def sheet(
+    panels: Sequence[Panel],
+    styles: Sequence[ArmStyle],
+    title: str,
+    subtitle: Sequence[str],
+    further: Mapping[str, Sequence[Spec]] | None = None,
+) -> Spec:
+    """All panels on one sheet, a row per model and a column per metric, from an eighth of the training length on.
+
+    `further`: by model, what stands at the right of its row.
+    """
     by_metric = extents(panels)
     models = list(dict.fromkeys(panel.model for panel in panels))
     rows: list[Spec] = []
@@ -205,9 +219,17 @@ def sheet(panels: Sequence[Panel], styles: Sequence[ArmStyle], title: str, subti
                     ),
                 }
             )
+        columns += (further or {}).get(model, ())
         rows.append(
             {"hconcat": columns, "spacing": 28, "resolve": {"scale": dict.fromkeys(("color", "strokeDash", "shape"), "shared")}}
         )
+    return stacked(rows, title, subtitle) | {
+        "params": [{"name": "picked", "select": {"type": "point", "fields": ["arm"]}, "bind": "legend", "views": names}]
+    }
+
+
+def stacked(rows: Sequence[Spec], title: str, subtitle: Sequence[str]) -> Spec:
+    """Rows of static charts on one sheet with a title."""
     return {
         "$schema": SCHEMA,
         "title": {
@@ -219,8 +241,7 @@ def sheet(panels: Sequence[Panel], styles: Sequence[ArmStyle], title: str, subti
             "subtitlePadding": 5,
         },
         "padding": 16,
-        "params": [{"name": "picked", "select": {"type": "point", "fields": ["arm"]}, "bind": "legend", "views": names}],
-        "vconcat": rows,
+        "vconcat": list(rows),
         "resolve": {"scale": dict.fromkeys(("color", "strokeDash", "shape"), "shared")},
         "spacing": 30,
         "config": configuration(static=True),
@@ -353,28 +374,26 @@ def _logarithmic_ticks(first: str, last: str) -> str:
 def _legend(styles: Sequence[ArmStyle], *, static: bool) -> Spec | None:
     if not static:
         return None
-    labels = ", ".join(f"'{name}': '{label}'" for name, label in [*((s.name, s.label) for s in styles), (RESET, RESET_LABEL)])
     return {
         "title": None,
         "orient": "top",
         "columns": 0,
-        "labelExpr": f"{{{labels}}}[datum.label]",
+        "labelExpr": f"{json.dumps({style.name: style.label for style in styles}, ensure_ascii=False)}[datum.label]",
         "labelLimit": 400,
         "columnPadding": 22,
     }
 
 
 def _domain(styles: Sequence[ArmStyle]) -> list[str]:
-    return [*(style.name for style in styles), RESET]
+    return [style.name for style in styles]
 
 
 def _colour(styles: Sequence[ArmStyle], *, static: bool) -> Spec:
-    grey = "#767c84" if static else {"expr": "soft"}
     colours = [colour_on(style, dark=False) if static else colour_signal(style) for style in styles]
     return {
         "field": "arm",
         "type": "nominal",
-        "scale": {"domain": _domain(styles), "range": [*colours, grey]},
+        "scale": {"domain": _domain(styles), "range": colours},
         "legend": _legend(styles, static=static),
     }
 
@@ -383,7 +402,7 @@ def _dash(styles: Sequence[ArmStyle], *, static: bool) -> Spec:
     return {
         "field": "arm",
         "type": "nominal",
-        "scale": {"domain": _domain(styles), "range": [*([*style.dash] or [1, 0] for style in styles), [1, 3]]},
+        "scale": {"domain": _domain(styles), "range": [[*style.dash] or [1, 0] for style in styles]},
         "legend": _legend(styles, static=static),
     }
 
@@ -392,7 +411,7 @@ def _shape(styles: Sequence[ArmStyle], *, static: bool) -> Spec:
     return {
         "field": "arm",
         "type": "nominal",
-        "scale": {"domain": _domain(styles), "range": [*(style.shape for style in styles), "stroke"]},
+        "scale": {"domain": _domain(styles), "range": [style.shape for style in styles]},
         "legend": _legend(styles, static=static),
     }
 
@@ -404,6 +423,32 @@ def _training_rule(panel: Panel, x: Spec, *, static: bool) -> Spec:
         "mark": {"type": "rule", "strokeDash": [5, 4], "color": soft, "aria": False},
         "encoding": {"x": x},
     }
+
+
+def _training_ticks(panel: Panel, x: Spec, colour: Spec, *, static: bool) -> list[Spec]:
+    """The training length of each arm: a faint line, and above it a thick tick in the arm's colour."""
+    shown = [] if static else [{"filter": "indexof(shown, datum.arm) >= 0 && datum.position >= x_low"}]
+    data: Spec = {"values": [{"arm": arm, "position": length} for arm, length in panel.train_lengths.items()]}
+    return [
+        {
+            "data": data,
+            "transform": shown,
+            "mark": {"type": "rule", "strokeDash": [5, 4], "opacity": 0.45, "aria": False},
+            "encoding": {"x": x, "color": colour},
+        },
+        {
+            "data": data,
+            "transform": shown,
+            "mark": {"type": "rule", "strokeWidth": 4, "aria": False},
+            "encoding": {"x": x, "y": {"value": 0}, "y2": {"value": 9}, "color": colour},
+        },
+    ]
+
+
+def trained_on(panel: Panel) -> str:
+    """The training length, or lengths, in words."""
+    lengths = sorted(set(panel.train_lengths.values()) or {panel.train_length})
+    return f"trained on {', '.join(f'{length:,}' for length in lengths)} tokens"
 
 
 def _edge(panel: Panel, x: Spec) -> Spec:
@@ -438,10 +483,17 @@ def _layers(panel: Panel, styles: Sequence[ArmStyle], *, static: bool, name: str
 
     layers: list[Spec] = [
         *([] if static else [_edge(panel, x)]),
-        _training_rule(panel, x, static=static),
+        *(
+            _training_ticks(panel, x, bare_colour, static=static)
+            if panel.train_lengths
+            else [_training_rule(panel, x, static=static)]
+        ),
         {
-            "data": {"values": [{"position": panel.train_length, "text": f"trained on {panel.train_length:,} tokens"}]},
-            "mark": {"type": "text", "baseline": "bottom", "fontSize": 11, "color": soft, "aria": False},
+            "data": {"values": [{"position": panel.train_length, "text": trained_on(panel)}]},
+            "mark": {
+                **{"type": "text", "baseline": "bottom", "fontSize": 11, "color": soft, "aria": False},
+                **({"align": "left", "dx": -4} if panel.train_lengths else {}),
+            },
             "encoding": {"x": x, "y": {"value": -5}, "text": {"field": "text"}},
         },
     ]

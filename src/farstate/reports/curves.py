@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +17,26 @@ import polars
 from farstate.errors import FarstateError
 from farstate.reference import paper_points
 from farstate.reports import charts, page, text
-from farstate.reports.charts import METRICS, RESET, RESET_LABEL, Panel, Row
+from farstate.reports.charts import METRICS, RESET, RESET_LABEL, RESET_STYLE, Panel, Row
 from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
 from farstate.reports.page import OUTPUTS, Section
+from farstate.reports.panels import (
+    CURVE_COLUMNS,
+    VERDICT_COLUMNS,
+    add_drawing,
+    arm_rows,
+    broken,
+    chart_row,
+    checked,
+    curve_rows,
+    data_table,
+    described,
+    last_position,
+)
 from farstate.reports.tables import read_table, rounded
-from farstate.reports.theme import ArmStyle, Spec, arm_styles
+from farstate.reports.theme import ArmStyle, arm_styles
 
-CURVE_COLUMNS = ("model", "arm", "seed", "train_length", "metric", "position", "value", "low", "high", "n_documents")
-_ESTIMATES = (
-    *("excess_nll", "excess_nll_base", "removed", "removed_base", "removed_vs_control", "removed_base_vs_control"),
-    *("short_context_cost", "short_context_cost_vs_control", "beats_reset", "beats_base_reset"),
-)
-VERDICT_COLUMNS = (
-    *(
-        "model",
-        "arm",
-        "seed",
-        "train_length",
-        "verdict",
-        "t_star",
-        "p_star",
-        "worst_position",
-        "gap",
-        "gap_low",
-        "gap_high",
-        "tolerance",
-    ),
-    *("fails_beyond", "worst_beyond", "gap_beyond", "gap_beyond_low", "gap_beyond_high"),
-    *("verdict_interval", "interval", "n_documents", "n_stretches", "n_seeds", "broken_at", "far_from", "far_to"),
-    *(f"{name}{end}" for name in _ESTIMATES for end in ("", "_low", "_high")),
-    *("excess_nll_seeds_low", "excess_nll_seeds_high", "steps", "tokens", "learning_rate"),
-)
 AGE_COLUMNS = ("model", "arm", "seed", "age", "share")
 CURVE_FIELDS, AGE_FIELDS = ("position", "value", "low", "high"), ("age", "share")
 METRICS_DRAWN = tuple(metric.name for metric in METRICS)
@@ -86,8 +73,8 @@ def draw(
     references = read_table(comparison, "references", CURVE_COLUMNS)
     verdicts = read_table(comparison, "verdicts", VERDICT_COLUMNS)
     ages = read_table(comparison, "ages", AGE_COLUMNS, may_be_empty=True)
-    drawn = _checked(curves, METRICS_DRAWN, comparison / "curves.parquet")
-    resets = _checked(
+    drawn = checked(curves, METRICS_DRAWN, comparison / "curves.parquet")
+    resets = checked(
         references.filter((polars.col("arm") == "base") & polars.col("seed").is_null()),
         tuple(RESETS.values()),
         comparison / "references.parquet",
@@ -96,41 +83,20 @@ def draw(
     if unknown := sorted(set(drawn["model"]) - set(models)):
         raise FarstateError(f"{comparison / 'curves.parquet'} holds {', '.join(unknown)}, of which the context says nothing")
     styles = arm_styles(curves["arm"].unique())
-    length = _length(drawn, verdicts)
+    length = last_position(drawn, verdicts)
     panels = [_panel(about, drawn, resets, card, model, metric, styles, length) for model in models for metric in METRICS]
     further: list[Section] = []
     if inputs.get("remembrance"):
         remembrance = importlib.import_module("farstate.reports.remembrance")  # only where a page has it
         further.append(remembrance.section(inputs["remembrance"], card, styles))
 
-    specification = charts.sheet(panels, styles, _title(about, card), _subtitle(card, models, verdicts))
+    specification = charts.sheet(panels, [*styles, RESET_STYLE], _title(about, card), _subtitle(card, models, verdicts))
     specification["vconcat"] += [row for section in further for row in section.sheet]
     html = _page(about, card, models, panels, styles, drawn, verdicts, ages, output, keys, further)
     page.write(output, html, specification, drawn, "lower evaluate.bins_per_octave or the number of seeds")
 
 
 # Reading ---------------------------------------------------------------------------------------------------
-
-
-def _checked(table: polars.DataFrame, metrics: Sequence[str], path: Path) -> polars.DataFrame:
-    """The rows of `metrics` in a fixed order, their values in the range of an axis."""
-    drawn = (
-        table.select(CURVE_COLUMNS)
-        .filter(polars.col("metric").is_in(list(metrics)))
-        .with_columns(polars.col("value", "low", "high").cast(polars.Float64), polars.col("seed", "position").cast(polars.Int64))
-        .sort("model", "metric", "arm", "seed", "position", nulls_last=False)
-    )
-    for column in ("value", "low", "high"):
-        bad = drawn.filter(polars.col("metric").is_in(["ppl", "ppl_reset"]) & (polars.col(column) <= 0))
-        if not bad.is_empty():
-            row = bad.row(0, named=True)
-            raise FarstateError(
-                f"{path}: {column} = {row[column]:g} in {row['metric']} of {row['model']}, {row['arm']} at position "
-                f"{row['position']:g}: a perplexity is positive, and a logarithmic axis would drop it silently; run the comparison again"
-            )
-    if not (drawn["position"] > 0).all():
-        raise FarstateError(f"{path}: a position is not positive, positions start at 1; run the comparison again")
-    return drawn
 
 
 # Rows of the charts ----------------------------------------------------------------------------------------
@@ -152,19 +118,10 @@ def _panel(
     rows: list[Row] = []
     for style in styles:
         arm = mine.filter((polars.col("arm") == style.name) & (polars.col("metric") == metric.name))
-        seeds = arm["seed"].drop_nulls().unique().sort().to_list()
-        has_mean = arm["seed"].null_count() > 0
-        if has_mean:
-            over = f"mean over {len(seeds)} seeds" if len(seeds) > 1 else f"{seeds[0]}" if seeds else "all"
-            rows += _curve(arm.filter(polars.col("seed").is_null()), "mean", style.name, style.label, over, "measured")
-        if len(seeds) > 1 or not has_mean:
-            for seed in seeds:
-                rows += _curve(
-                    arm.filter(polars.col("seed") == seed), "seed", style.name, style.label, str(seed), "measured, one seed"
-                )
+        rows += arm_rows(arm, style)
     if metric.name in RESETS:
         line = resets.filter((polars.col("model") == model) & (polars.col("metric") == RESETS[metric.name]))
-        rows += _curve(line, "reference", RESET, RESET_LABEL, "–", "reference, not an arm")
+        rows += curve_rows(line, "reference", RESET, RESET_LABEL, "–", "reference, not an arm")
     if metric.name == "ppl" and about.points is not None and model_card.paper_model is not None:
         rows += _paper_rows(about, about.points, model_card.paper_model, labels)
     return Panel(
@@ -175,42 +132,6 @@ def _panel(
         length=length,
         rows=rows,
     )
-
-
-def _length(drawn: polars.DataFrame, verdicts: polars.DataFrame) -> int:
-    """The last position measured; without a verdict beyond the training length, that of the last bin's centre."""
-    measured = verdicts["far_to"].drop_nulls().to_list()
-    return int(max(measured)) if measured else math.ceil(max(drawn["position"].to_list()))
-
-
-def _curve(table: polars.DataFrame, kind: str, arm: str, label: str, seed: str, note: str) -> list[Row]:
-    """Rows of one curve; where its values stop being numbers a row `broken` stands at the last good height."""
-    rows: list[Row] = []
-    last: float | None = None
-    broken = False
-    for record in table.sort("position").iter_rows(named=True):
-        value = record["value"]
-        if text.finite(value):
-            last = rounded(value)
-            low, high = (rounded(record[end]) if text.finite(record[end]) else None for end in ("low", "high"))
-            rows.append(_row(kind, arm, label, seed, record["position"], last, low, high, record["n_documents"], note))
-        elif not broken:
-            broken = True
-            rows.append(
-                _row(
-                    "broken",
-                    arm,
-                    label,
-                    seed,
-                    record["position"],
-                    last,
-                    None,
-                    None,
-                    record["n_documents"],
-                    "not a number from here on",
-                )
-            )
-    return rows
 
 
 def _paper_rows(about: About, points: str, model: str, labels: Mapping[str, str]) -> list[Row]:
@@ -225,26 +146,10 @@ def _paper_rows(about: About, points: str, model: str, labels: Mapping[str, str]
         else:
             low, high = rounded(point.value - point.tolerance), rounded(point.value + point.tolerance)
             note = "read off the paper's figure; low to high is the reading tolerance"
-        rows.append(_row("paper", arm, labels[arm], "not given", point.position, rounded(point.value), low, high, None, note))
+        rows.append(
+            chart_row("paper", arm, labels[arm], "not given", point.position, rounded(point.value), low, high, None, note)
+        )
     return rows
-
-
-def _row(
-    kind: str,
-    arm: str,
-    label: str,
-    seed: str,
-    position: float,
-    value: float | None,
-    low: float | None,
-    high: float | None,
-    documents: int | None,
-    note: str,
-) -> Row:
-    return {
-        **{"kind": kind, "arm": arm, "label": label, "seed": seed, "position": rounded(position)},
-        **{"value": value, "low": low, "high": high, "n": documents, "note": note},
-    }
 
 
 def _age_rows(ages: polars.DataFrame, model: str, styles: Sequence[ArmStyle]) -> list[Row]:
@@ -304,20 +209,20 @@ def _page(
         figures: list[dict[str, Any]] = []
         for metric in METRICS:
             panel = mine[metric.name]
-            spec = charts.screen_panel(panel, styles, charts.joined(ranges.get(metric.name, {}), "near"))
+            spec = charts.screen_panel(panel, [*styles, RESET_STYLE], charts.joined(ranges.get(metric.name, {}), "near"))
             figures.append(
-                _drawing(drawings, f"{metric.name}-{number}", metric.name, spec, charts.columns(panel.rows, CURVE_FIELDS))
+                add_drawing(drawings, f"{metric.name}-{number}", metric.name, spec, charts.columns(panel.rows, CURVE_FIELDS))
             )
             figures[-1] |= {
                 "metric": metric.name,
                 "title": metric.title,
-                "text": _described(panel, names),
-                "broken": _broken(panel),
+                "text": described(panel, names),
+                "broken": broken(panel),
             }
         age_rows = _age_rows(ages, model, styles)
         if any(row["age"] > 0 for row in age_rows):
             spec = charts.ages_panel(mine["ppl"], styles)
-            figures.insert(1, _drawing(drawings, f"ages-{number}", "ages", spec, charts.columns(age_rows, AGE_FIELDS)))
+            figures.insert(1, add_drawing(drawings, f"ages-{number}", "ages", spec, charts.columns(age_rows, AGE_FIELDS)))
             figures[1] |= {
                 "metric": "ages",
                 "title": "States met in training: share at least this old",
@@ -335,7 +240,7 @@ def _page(
                 "verdicts": overall,
                 "by_seed": by_seed,
                 "ages": _ages_note(age_rows, ages, model, styles, length),
-                "tables": [_data_table(mine[metric.name], styles) for metric in METRICS],
+                "tables": [data_table(mine[metric.name], [*styles, RESET_STYLE]) for metric in METRICS],
                 "paper": card.models[model].paper_model,
             }
         )
@@ -369,13 +274,6 @@ def _page(
     )
 
 
-def _drawing(drawings: list[dict[str, Any]], name: str, metric: str, spec: Spec, curves: Sequence[Row]) -> dict[str, Any]:
-    """Add a chart to those the page's script draws; the figure element for it only needs its name."""
-    near = next(parameter["value"] for parameter in spec["params"] if parameter["name"] == "x_low")
-    drawings.append({"id": name, "metric": metric, "near": near, "spec": spec, "curves": curves})
-    return {"id": name}
-
-
 def _verdict_rows(verdicts: polars.DataFrame, model: str, order: Mapping[str, int]) -> tuple[list[Row], list[Row]]:
     """The model's verdicts over all seeds and those of single seeds, arms in the order of the legend."""
     mine = verdicts.filter(polars.col("model") == model)
@@ -402,33 +300,6 @@ def _meaning(rows: Sequence[Row]) -> str:
     )
 
 
-def _described(panel: Panel, names: Mapping[str, str]) -> str:
-    """What a reader who cannot see the chart is told: the axes, and where every curve begins and ends."""
-    ends = []
-    write = text.perplexity if panel.metric.logarithmic else text.nats
-    for arm, label in names.items():
-        values = [row for row in panel.rows if row["kind"] == "mean" and row["arm"] == arm]
-        if values:
-            inside = max(
-                (row for row in values if row["position"] <= panel.train_length),
-                key=lambda row: row["position"],
-                default=values[0],
-            )
-            ends.append(
-                f"{label}: {write(inside['value'])} at position {inside['position']:,.0f}, {write(values[-1]['value'])} at {values[-1]['position']:,.0f}"
-            )
-    return f"{panel.metric.title}, {panel.title}, trained on {panel.train_length:,} tokens. {'. '.join(ends)}. All values are in the data table below."
-
-
-def _broken(panel: Panel) -> list[str]:
-    lines = []
-    for row in panel.rows:
-        if row["kind"] == "broken":
-            whose = f"{row['label']}, seed {row['seed']}" if row["seed"].isdigit() else row["label"]
-            lines.append(f"{whose}: not a number from position {row['position']:,.0f} on")
-    return lines
-
-
 def _ages_note(age_rows: Sequence[Row], ages: polars.DataFrame, model: str, styles: Sequence[ArmStyle], length: int) -> list[str]:
     notes = []
     for style in styles:
@@ -449,32 +320,3 @@ def _ages_note(age_rows: Sequence[Row], ages: polars.DataFrame, model: str, styl
             + (f", oldest state {oldest:,.0f} tokens{beyond}" if oldest else "")
         )
     return notes
-
-
-def _data_table(panel: Panel, styles: Sequence[ArmStyle]) -> dict[str, Any]:
-    """A metric as a table for reading: a line per position, a column per curve over all seeds."""
-    columns = [*((style.name, style.label) for style in styles), (RESET, RESET_LABEL)]
-    cells: dict[float, dict[str, Row]] = {}
-    for row in panel.rows:
-        if row["kind"] in ("mean", "reference", "broken"):
-            cells.setdefault(row["position"], {}).setdefault(row["arm"], row)
-    used = [column for column in columns if any(column[0] in line for line in cells.values())]
-    write = text.perplexity if panel.metric.logarithmic else text.nats
-    lines = []
-    for position in sorted(cells):
-        line = [_cell(cells[position].get(arm), write) for arm, _ in used]
-        lines.append((f"{position:,.4g}" if position < 1000 else f"{position:,.0f}", line))
-    return {
-        "title": panel.metric.title,
-        "unit": "perplexity" if panel.metric.logarithmic else "nats",
-        "columns": [label for _, label in used],
-        "lines": lines,
-    }
-
-
-def _cell(row: Row | None, write: Callable[[Any], str]) -> str:
-    if row is None:
-        return text.NONE
-    if row["kind"] == "broken":
-        return "not a number"
-    return text.estimate({"x": row["value"], "x_low": row["low"], "x_high": row["high"]}, "x", write)
