@@ -384,11 +384,11 @@ class Remembrance(Texts):
     def _within(self) -> Remembrance:
         if self.starts is not None:
             if wrong := [start for start in self.starts if start > self.length]:
-                raise ValueError(f"starts: {wrong[0]} is beyond T, length = {self.length}; start points are in 0 … {self.length}")
+                raise ValueError(f"start point {wrong[0]} is beyond T = length = {self.length}; starts are in 0 … {self.length}")
             if len(set(self.starts)) != len(self.starts):
                 raise ValueError("starts must differ")
         if self.last > self.length:
-            raise ValueError(f"last: {self.last} positions do not fit into length = {self.length}")
+            raise ValueError(f"last = {self.last} positions do not fit into length = {self.length}")
         return self
 
 
@@ -429,7 +429,7 @@ class Shift(Texts):
     def _within(self) -> Shift:
         for key, values in (("positions", self.positions or ()), ("swap_position", (self.swap_position,))):
             if wrong := [value for value in values if value is not None and value > self.length]:
-                raise ValueError(f"{key}: {wrong[0]} is beyond length = {self.length}")
+                raise ValueError(f"{wrong[0]} of {key} is beyond length = {self.length}")
         return self
 
 
