@@ -204,7 +204,14 @@ class Stretch:
     offset: int
 
 
-def held_out(store: TokenStore, split: str, length: int, documents: int | None, stretches_per_document: int) -> list[Stretch]:
+def held_out(
+    store: TokenStore,
+    split: str,
+    length: int,
+    documents: int | None,
+    stretches_per_document: int,
+    key: str = "evaluate.length",
+) -> list[Stretch]:
     """The stretches an evaluation reads, by document id: of every document with `length` + 1 tokens as many as fit.
 
     Stretch s starts at token s·`length`, so that no token is predicted twice.
@@ -213,6 +220,7 @@ def held_out(store: TokenStore, split: str, length: int, documents: int | None, 
         length: positions measured.
         documents: at most this many documents, the first by id; None for all that are long enough.
         stretches_per_document: at most this many stretches of a document.
+        key: the parameter that asks for `length`, for the message.
 
     Raises:
         FarstateError: no document is long enough; the message says how long they are.
@@ -220,7 +228,7 @@ def held_out(store: TokenStore, split: str, length: int, documents: int | None, 
     table = store.documents(split)
     enough = np.flatnonzero(table.length > length)[:documents]
     if not enough.size:
-        raise _too_short(table, length + 1, "lower evaluate.length, hold out more documents (corpus.split), or add longer ones")
+        raise _too_short(table, length + 1, f"lower {key}, hold out more documents (corpus.split), or add longer ones")
     ids = table.ids
     return [
         Stretch(int(index), str(ids[index]), stretch, stretch * length)

@@ -10,11 +10,12 @@ from farstate.evaluation.compare import compare
 from farstate.evaluation.perplexity import EvaluationSettings, evaluate
 from farstate.evaluation.progress import ScoringProgress, StreamProgress
 from farstate.evaluation.published import Procedure, perplexity_of_text, report
+from farstate.evaluation.remembrance import evaluate_remembrance
 from farstate.evaluation.states import states
 from farstate.grid import snapshot_file
 from farstate.models.importing import locate
 from farstate.ops import backends
-from farstate.params import Compare, Evaluate, States, as_written
+from farstate.params import Compare, Evaluate, Remembrance, States, as_written
 from farstate.settings import current_settings
 from farstate.stages import Stage
 
@@ -109,6 +110,26 @@ def states_stage(stage: Stage) -> None:
             checkpoint=_checkpoint(stage),
             store_directory=stage.one("store"),
             states=States.model_validate(as_written(stage.params["states"])),
+            context=stage.params["context"],
+            labels=stage.params["labels"],
+            output=stage.output,
+            settings=EvaluationSettings(
+                device=_device(stage.settings.device),
+                threads=stage.threads,
+                rows=stage.settings.evaluation_rows,
+                segment_tokens=stage.settings.evaluation_segment,
+            ),
+            progress=progress,
+        )
+
+
+def remembrance_stage(stage: Stage) -> None:
+    """Measure what the model that the record names remembers."""
+    with ScoringProgress(stage.output.name) as progress:
+        evaluate_remembrance(
+            checkpoint=stage.one("checkpoint"),
+            store_directory=stage.one("store"),
+            remembrance=Remembrance.model_validate(as_written(stage.params["remembrance"])),
             context=stage.params["context"],
             labels=stage.params["labels"],
             output=stage.output,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from farstate.corpus.readers import held_out
 from farstate.corpus.store import DocumentTable, TokenStore
 from farstate.errors import FarstateError
-from farstate.params import Evaluate
+from farstate.params import Texts
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Text:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def select(store: TokenStore, evaluate: Evaluate) -> list[Text]:
-    """The texts of an evaluation, ordered by document id and stretch.
+def select(store: TokenStore, evaluate: Texts) -> list[Text]:
+    """The texts of a measurement, ordered by document id and stretch.
 
     `streams: documents`: documents that hold at least `length + 1` tokens, and of each as many
     non-overlapping stretches as fit, up to `stretches_per_document`. `streams: concatenated`: the split's
@@ -70,15 +70,17 @@ def select(store: TokenStore, evaluate: Evaluate) -> list[Text]:
     as independent units.
 
     Raises:
-        FarstateError: no document (or, joined, not the whole split) is long enough.
+        FarstateError: no document (or, joined, not the whole split) is long enough; the message names the parameter
+            (evaluate.length, remembrance.length, …).
     """
+    key = f"{type(evaluate).__name__.lower()}.length"
     if evaluate.streams == "concatenated":
         texts = list(_joined(store.documents(evaluate.split), evaluate))
         if not texts:
             tokens = int(store.documents(evaluate.split).length.sum())
             raise FarstateError(
                 f"split '{evaluate.split}': {evaluate.length + 1} tokens are needed, all its documents together have {tokens}; "
-                "lower evaluate.length, hold out more documents (corpus.split), or add text"
+                f"lower {key}, hold out more documents (corpus.split), or add text"
             )
         return texts
     table = store.documents(evaluate.split)
@@ -89,11 +91,11 @@ def select(store: TokenStore, evaluate: Evaluate) -> list[Text]:
             found.stretch,
             (Piece(int(table.shard[found.document_index]), int(table.offset[found.document_index]) + found.offset, length + 1),),
         )
-        for found in held_out(store, evaluate.split, length, evaluate.documents, evaluate.stretches_per_document)
+        for found in held_out(store, evaluate.split, length, evaluate.documents, evaluate.stretches_per_document, key)
     ]
 
 
-def _joined(table: DocumentTable, evaluate: Evaluate) -> Iterator[Text]:
+def _joined(table: DocumentTable, evaluate: Texts) -> Iterator[Text]:
     wanted = evaluate.length + 1
     pieces: list[Piece] = []
     first, held, found = 0, 0, 0
