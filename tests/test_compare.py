@@ -140,6 +140,7 @@ def test_curves(figure):
     assert curves.group_by("arm", "seed", "metric").len()["len"].unique().to_list() == [len(BINS)]
     assert set(curves.filter(pl.col("arm") == "state_passing")["seed"]) == {None, 0, 1, 2}
     assert (curves["n_documents"] == DOCUMENTS).all()
+    assert curve(curves, "base", "ppl")["n_tokens"].to_list() == (BINS.tokens * DOCUMENTS).tolist()
     own = curve(curves, "state_passing", "excess_nll")
     near = own.filter(pl.col("position") <= CONTEXT)
     assert near.select("value", "low", "high").to_numpy().tolist() == [[0.0] * 3] * near.height
@@ -194,6 +195,7 @@ def test_verdicts(figure):
     assert passing["worst_beyond"] > CONTEXT
     assert passing["gap_beyond_low"] > 0.02
     assert passing["ppl_ratio"] == pytest.approx(np.exp(0.12), rel=0.01)
+    assert (passing["would_be"], passing["documents_to_decide"]) == (None, None)
     assert (passing["steps"], passing["tokens"], passing["learning_rate"]) == (3, 192, 5e-4)
     assert base["short_context_cost"] == base["short_context_cost_high"] == 0.0
     assert base["removed"] is None
@@ -330,6 +332,16 @@ def test_one_text_has_no_interval(tmp_path):
     assert verdict["removed"] == pytest.approx(1.0, abs=0.05)
     assert verdict["removed_low"] is None
     assert tables["curves"]["low"].is_nan().all()
+
+
+def test_an_undecided_arm_says_how_much_text_would_decide(tmp_path):
+    evaluations = [
+        write_evaluation(tmp_path, arm, 0, excess=excess, documents=24, noise=0.2) for arm, excess in (("base", 1.0), ("sp", 0.1))
+    ]
+    verdict = row(run(tmp_path, evaluations, ["base", "sp"])["verdicts"], "sp")
+    assert (verdict["verdict"], verdict["would_be"]) == ("UNDECIDED", "FAIL")
+    needed = 24 * ((verdict["gap_high"] - verdict["gap_low"]) / 2 / (verdict["gap"] - 0.02)) ** 2
+    assert 24 < verdict["documents_to_decide"] <= np.ceil(needed)
 
 
 def test_nothing_to_remove(tmp_path):

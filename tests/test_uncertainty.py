@@ -9,7 +9,7 @@ import pytest
 
 from farstate.evaluation.bins import log_bins
 from farstate.evaluation.uncertainty import resample, student_t_cdf, student_t_quantile, t_interval
-from farstate.evaluation.verdict import halve, judge
+from farstate.evaluation.verdict import halve, judge, to_decide
 
 
 def draw(documents, seed=0, resamples=1000, confidence=0.95):
@@ -241,6 +241,45 @@ def test_a_model_that_diverges_fails_where_it_is_worst():
 
 def test_a_noisy_curve_is_undecided():
     assert verdict_of(losses(lambda t: falling(t) + 0.02 * (t > 32), noise=0.5)).outcome == "UNDECIDED"
+
+
+@pytest.mark.parametrize(
+    ("gap", "half", "expected"),
+    [
+        ([0.06, 0.01], [0.08, 0.08], ("FAIL", 160.0)),  # one position above the tolerance: (0.08 / 0.04)² of 40 documents
+        ([0.06, 0.03], [0.08, 0.01], ("FAIL", 40.0)),  # the position that is shown first decides
+        ([0.00, -0.06], [0.06, 0.08], ("PASS", 360.0)),  # every position must be within: the last one decides
+        ([0.02, 0.00], [0.06, 0.06], ("PASS", np.inf)),  # exactly the tolerance: never
+        ([0.00, 0.02], [0.03, 0.0], ("PASS", 90.0)),  # the tolerance without any spread is within it
+    ],
+)
+def test_documents_to_decide(gap, half, expected):
+    assert to_decide(np.array(gap), np.array(half), 0.02, 40) == (expected[0], pytest.approx(expected[1]))
+
+
+@pytest.mark.parametrize(("rise", "seed", "outcome"), [(0.10, 2, "FAIL"), (0.10, 5, "FAIL"), (-0.05, 0, "PASS")])
+def test_so_many_documents_decide(rise, seed, outcome):
+    """Copies of the texts leave the estimates nearly as they are; twice the number named is enough, a quarter is not."""
+    sums = losses(lambda t: falling(t) + rise * (t > 32), noise=0.35, seed=seed)
+    result = verdict_of(sums)
+    assert (result.outcome, result.would_be) == ("UNDECIDED", outcome)
+    assert result.documents_to_decide is not None
+    assert result.documents_to_decide > 40
+    outcomes = []
+    for times in (0.25, 2.0):
+        copies = max(1, round(times * result.documents_to_decide / 40))
+        outcomes.append(verdict_of(np.tile(sums, (copies, 1)), documents=40 * copies).outcome)
+    assert outcomes == ["UNDECIDED", outcome]
+
+
+def test_what_is_decided_or_has_no_band_needs_no_documents():
+    for result in (verdict_of(losses(falling, noise=0.01)), verdict_of(losses(falling, 1, 1), 1, 1)):
+        assert (result.would_be, result.documents_to_decide) == (None, None)
+    # Two documents: a band, over their stretches, which says nothing about others.
+    within = verdict_of(losses(lambda t: falling(t) + 0.02 * (t > 32), 2, 20, noise=0.5), 2, 20)
+    assert within.outcome == "UNDECIDED"
+    assert np.isfinite(within.gap_low)
+    assert within.documents_to_decide is None
 
 
 def test_a_flat_curve_within_the_tolerance_passes():

@@ -39,6 +39,7 @@ CURVE_SCHEMA: dict[str, Any] = {
     "low": pl.Float64,
     "high": pl.Float64,
     "n_documents": pl.Int64,
+    "n_tokens": pl.Int64,
 }
 _ESTIMATES = (
     "excess_nll",
@@ -72,6 +73,8 @@ VERDICT_SCHEMA: dict[str, Any] = {
     "gap_beyond": pl.Float64,
     "gap_beyond_low": pl.Float64,
     "gap_beyond_high": pl.Float64,
+    "would_be": pl.String,
+    "documents_to_decide": pl.Float64,
     "tolerance": pl.Float64,
     "confidence": pl.Float64,
     "verdict_interval": pl.String,
@@ -155,12 +158,14 @@ def compare(
 
     - `curves.parquet` (CURVE_SCHEMA), `metric` one of `ppl`, `excess_nll` (carried − the same model's windows) and
       `excess_nll_base` (carried − the base model's windows), in a row per model, arm, seed and bin; a null seed is
-      the mean over seeds (of the NLL), with the interval over documents.
+      the mean over seeds (of the NLL), with the interval over documents. `n_tokens`: of one seed, predicted tokens behind
+      the point, the bin's positions times the texts.
     - `references.parquet`, same columns: `ppl_window`, `ppl_reset`, `reset_excess` (reset − windows of the same model).
     - `verdicts.parquet` (VERDICT_SCHEMA), a row per model, arm and seed, null: all seeds together. Negative is better in
       `beats_reset` (far loss of the carried state − that of the same model with its state reset every T_train tokens) and in
       `beats_base_reset` (− that of the *base* model reset so, which needs no post-training and so is what an arm must beat).
       `short_context_cost` is the loss within T_train − the base's, `short_context_cost_vs_control` − the control's.
+      `documents_to_decide` and `would_be`, of UNDECIDED, are the power note of `farstate.evaluation.verdict.to_decide`.
       A perplexity too large for a float64 is infinite, a number that does not exist is null.
     - `ages.parquet` (AGE_SCHEMA): share of training sequences by the age in tokens of their initial state; null: noise.
     - `metrics.json`: model → arm → a few numbers of the null-seed row.
@@ -274,6 +279,7 @@ class _Model:
                 "low": low,
                 "high": high,
                 "n_documents": [self.resamples.documents] * count,
+                "n_tokens": self.texts.bins.tokens * len(sums),
             },
             schema=CURVE_SCHEMA,
         )
@@ -311,6 +317,8 @@ class _Model:
                 "gap_beyond": verdict.gap_beyond,
                 "gap_beyond_low": verdict.gap_beyond_low,
                 "gap_beyond_high": verdict.gap_beyond_high,
+                "would_be": verdict.would_be,
+                "documents_to_decide": verdict.documents_to_decide,
                 "tolerance": self.settings.tolerance,
                 "confidence": self.settings.confidence,
                 "verdict_interval": verdict.interval,

@@ -54,6 +54,10 @@ class Verdict:
         worst_beyond: of the positions beyond the training context, where the gap is largest (of a model that fails
             there, its lower band); for a broken model, where it breaks there. None: there are none.
         gap_beyond, gap_beyond_low, gap_beyond_high: gap and band there.
+        would_be: of UNDECIDED, the outcome that more documents would lead to, if every gap stayed as it is. None: decided,
+            or nothing can be said without a band.
+        documents_to_decide: how many documents of this length that would take in all, see `to_decide`; infinite where the
+            gap is the tolerance itself.
     """
 
     outcome: Outcome
@@ -70,6 +74,8 @@ class Verdict:
     gap_beyond: float = math.nan
     gap_beyond_low: float = math.nan
     gap_beyond_high: float = math.nan
+    would_be: Literal["PASS", "FAIL"] | None = None
+    documents_to_decide: float | None = None
 
 
 def halve(documents: Sequence[str], stretches: Sequence[int]) -> Halves:
@@ -174,6 +180,11 @@ def judge(
             fails_beyond = bool(low[at] > tolerance)
         worst_beyond = int(bins.position[star + 1 + at])
         numbers = float(gap[at]), float(low[at]), float(high[at])
+    would_be: Literal["PASS", "FAIL"] | None = None
+    needed: float | None = None
+    # Resampled stretches say nothing about other documents, of which more would be read.
+    if outcome == "UNDECIDED" and np.all(np.isfinite(low)) and resampled.kind in ("documents", "documents and stretches"):
+        would_be, needed = to_decide(gap, (high - low) / 2.0, tolerance, len(set(documents)))
     return Verdict(
         outcome,
         t_star,
@@ -187,7 +198,30 @@ def judge(
         fails_beyond,
         worst_beyond,
         *numbers,
+        would_be=would_be,
+        documents_to_decide=needed,
     )
+
+
+def to_decide(gap: Floats, half: Floats, tolerance: float, documents: int) -> tuple[Literal["PASS", "FAIL"], float]:
+    """Which way an undecided gap would be decided, and with how many documents in all.
+
+    Assumed: estimates stay as they are, and half-widths shrink as 1/√n with the number n of documents. Then FAIL needs
+    one position with gap > tolerance and half-width below their distance, PASS a half-width below tolerance − gap at
+    every position: n = documents · (half / |gap − tolerance|)², its minimum over the positions above the tolerance where there
+    are any, else its maximum over all. The band's critical value falls too as documents are added, so that n errs on the
+    large side; and an estimate that does not stay can turn the answer round.
+
+    Args:
+        gap, half: of every position, shape (positions,), nats; finite.
+        documents: read so far.
+    """
+    above = gap > tolerance
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.nan_to_num((half / np.abs(gap - tolerance)) ** 2, nan=0.0, posinf=np.inf)  # 0/0: no spread, nothing to decide
+    outcome: Literal["PASS", "FAIL"] = "FAIL" if above.any() else "PASS"
+    times = float(ratio[above].min() if above.any() else ratio.max())
+    return outcome, float(np.ceil(round(documents * times, 6)))
 
 
 def octaves(bins: Bins, context: int) -> npt.NDArray[np.int64]:
