@@ -410,17 +410,25 @@ def supersede(
 def check(
     params: Annotated[Path, typer.Argument(help="the parameter file")] = Path("params.yaml"),
 ) -> None:
-    """Check a parameter file and say what it asks for."""
+    """Check a parameter file and say what it asks for, figure by figure."""
     from collections import Counter
 
     from farstate.params import load
-    from farstate.plan import Plan
+    from farstate.plan import KINDS, Plan
     from farstate.sources import read_lock
 
     plan = Plan(load(params), read_lock())
     counts = Counter(stage.rule for stage in plan.stages.values())
     typer.echo(
         f"{params}: valid; {', '.join(f'{number} × {rule}' for rule, number in counts.items())}, {len(plan.pages)} page(s)"
+    )
+    totals = dict.fromkeys(KINDS, 0)
+    for name, needed in plan.needs():
+        typer.echo(f"  {name}: " + ", ".join(f"{many} {kind} ({new} of its own)" for kind, (many, new) in needed.items() if many))
+        for kind, (_, new) in needed.items():
+            totals[kind] += new
+    typer.echo(
+        "  together: " + ", ".join(f"{many} {kind}" for kind, many in totals.items()) + "; what figures share is computed once"
     )
 
 

@@ -38,6 +38,11 @@ from farstate.runs import Further, Origin, Run, Series, runs_of
 
 PHASE_TARGETS = {"corpus": "corpus", "pretrained": "pretrain", "posttrained": "posttrain", "evaluated": "evaluate"}
 PHASES = ("corpus", "pretrain", "posttrain", "evaluate")
+KINDS = {
+    "pre-trainings": ("pretrain", "import_checkpoint"),
+    "post-trainings": ("posttrain",),
+    "measurements": ("perplexity", "remembrance", "states", "shift"),
+}
 SCRATCH = Path(".farstate")
 SUPERSEDED = Path(".superseded")
 RECORDED = Path("config/recorded")
@@ -454,6 +459,26 @@ class Plan:
 
     def of(self, *, rule: str | None = None, phase: str | None = None) -> list[Stage]:
         return [s for s in self.stages.values() if rule in (None, s.rule) and phase in (None, s.phase)]
+
+    def needs(self) -> list[tuple[str, dict[str, tuple[int, int]]]]:
+        """By figure and kind of work: how many results it stands on, and how many of them no figure before it needs."""
+        seen: set[str] = set()
+        table = []
+        for page in self.pages.values():
+            below: dict[str, Stage] = {}
+            waiting = list(page.shown)
+            while waiting:
+                stage = waiting.pop()
+                if stage.directory not in below:
+                    below[stage.directory] = stage
+                    waiting += [upstream for stages in stage.upstream.values() for upstream in stages]
+            counts = {}
+            for kind, rules in KINDS.items():
+                mine = {directory for directory, stage in below.items() if stage.rule in rules}
+                counts[kind] = len(mine), len(mine - seen)
+            seen |= below.keys()
+            table.append((page.name, counts))
+        return table
 
     def at(self, directory: str) -> Stage:
         """The stage a directory belongs to; one that no current parameter asks for is refused in one line."""
