@@ -358,6 +358,7 @@ def test_every_architecture_reaches_its_page(finished_clone: Path, tmp_path: Pat
     jobs = planned(clone, *wanted)
     assert jobs["pretrain"] + jobs["pretrain_2"] == 5, "the first model is there already"
     assert jobs["compare"] == jobs["report"] == 2
+    assert jobs["remembrance"] == 10
     run(clone, "snakemake", *wanted, timeout=600)
     assert planned(clone, *wanted) == {}
     assert planned(clone) == {}, "the other figure's results are untouched"
@@ -370,3 +371,18 @@ def test_every_architecture_reaches_its_page(finished_clone: Path, tmp_path: Pat
         assert all(choice["requested"] == "auto" and set(choice["resolved"]) == {"chunked"} for choice in ran.values())
         operations |= set(ran)
     assert operations == {"ssd", "selective_scan", "gla", "gated_delta", "wkv6"}
+
+
+def test_every_figure_of_the_diagnostics_is_drawn(finished_clone: Path, tmp_path: Path) -> None:
+    """All measures, snapshots and variants of one model, sharing what they can with the figure that is there."""
+    clone = shutil.copytree(finished_clone, tmp_path / "clone", symlinks=True)
+    wanted = ("--configfile", "config/test.yaml", "config/test_figures.yaml")
+    jobs = planned(clone, *wanted)
+    assert (sum(jobs[rule] for rule in jobs if rule.startswith("pretrain")), jobs["posttrain"]) == (5, 5)
+    assert (jobs["remembrance"], jobs["states"], jobs["shift"]) == (2, 2, 2), "shared by Figures 4 and 9"
+    run(clone, "snakemake", *wanted, timeout=900)
+    assert planned(clone, *wanted) == {}
+    assert planned(clone) == {}, "Figure 5 is untouched"
+    for name in ("fig2", "fig3", "fig4", "fig9", "fig11", "fig12", "fig13", "shift", "cost"):
+        for kind in ("html", "svg", "png", "json", "parquet"):
+            assert (clone / f"reports/{name}.{kind}").stat().st_size > 0
