@@ -63,6 +63,7 @@ def write_tables(
                         "train_length": train_length,
                         "position": t,
                         "n_documents": 12,
+                        "n_tokens": 48 * t,
                     }
                     nll = window + excess
                     if t <= train_length:
@@ -186,8 +187,14 @@ def verdict(
     return {
         **{"fails_beyond": {"PASS": False, "FAIL": True}.get(row["verdict"]), "worst_beyond": row["worst_position"]},
         **{f"gap_beyond{end}": row[f"gap{end}"] for end in ("", "_low", "_high")},
+        **_power(row["verdict"]),
         **row,
     }
+
+
+def _power(outcome: str) -> dict[str, Any]:
+    known = outcome == "UNDECIDED"
+    return {"would_be": "FAIL" if known else None, "documents_to_decide": 147.0 if known else None}
 
 
 def context(

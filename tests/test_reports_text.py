@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -352,6 +353,28 @@ def test_findings(name: str) -> None:
         assert part in sentences, f"{part!r} is not in: {sentences}"
     for part in [*absent, "None", "nan"]:
         assert part not in sentences, f"{part!r} is in: {sentences}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "about 150 documents would show FAIL, these are 12"),
+        ({"documents_to_decide": 1130.0, "would_be": "PASS"}, "about 1,100 documents would show PASS, these are 12"),
+        ({"documents_to_decide": 1201.0}, "more than 100 times these 12 documents would decide it"),
+        ({"documents_to_decide": math.inf}, "more than 100 times these 12 documents would decide it"),
+        ({"documents_to_decide": None}, ""),
+        ({"verdict": "PASS"}, ""),
+    ],
+)
+def test_power_note(changes: dict[str, Any], expected: str) -> None:
+    assert text.to_decide(verdict(arm="tbtt", excess=0.02, **UNDECIDED) | changes) == expected
+
+
+def test_comparisons_are_counted() -> None:
+    rows = [verdict(model=model, arm=arm, excess=0.3) for model in ("a", "b") for arm in ("base", "control", "tbtt")]
+    said = text.comparisons(rows)
+    assert "corrected for the 6 verdicts on this page (2 models, 3 arms): at 95 % each, up to 0.3 of" in said
+    assert text.comparisons([row | NO_INTERVAL for row in rows]) == ""
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Panel:
     """The rows of one model and metric.
 
     Each row has `kind` (mean, seed, broken, reference or paper), `arm`, `label`, `seed` (text), `position`,
-    `value`, `low`, `high`, `n` and `note`; `low` and `high` may be null. `train_lengths`: by arm, where the arms' training
+    `value`, `low`, `high`, `n` (documents), `tokens` and `note`; `low`, `high`, `n` and `tokens` may be null. `train_lengths`: by arm, where the arms' training
     lengths differ; `train_length` is the shortest then.
     """
 
@@ -271,6 +271,7 @@ _TOOLTIP_TEXT: list[Spec] = [
         "as": "interval",
     },
     {"calculate": "isValid(datum.n) ? format(datum.n, ',') : 'not given'", "as": "documents"},
+    {"calculate": "isValid(datum.tokens) ? format(datum.tokens, ',') : 'not given'", "as": "read"},
 ]
 
 _TOOLTIP: list[Spec] = [
@@ -280,6 +281,7 @@ _TOOLTIP: list[Spec] = [
     {"field": "value", "title": "value", "format": ",.4~r"},
     {"field": "interval", "title": "low to high"},
     {"field": "documents", "title": "documents"},
+    {"field": "read", "title": "tokens"},
     {"field": "note", "title": "what it is"},
 ]
 

@@ -23,6 +23,7 @@ from farstate.reports.figures import About
 from farstate.reports.page import OUTPUTS, Section
 from farstate.reports.panels import (
     CURVE_COLUMNS,
+    CURVE_FIELDS,
     VERDICT_COLUMNS,
     add_drawing,
     arm_rows,
@@ -38,7 +39,7 @@ from farstate.reports.tables import read_table, rounded
 from farstate.reports.theme import ArmStyle, arm_styles
 
 AGE_COLUMNS = ("model", "arm", "seed", "age", "share")
-CURVE_FIELDS, AGE_FIELDS = ("position", "value", "low", "high"), ("age", "share")
+AGE_FIELDS = ("age", "share")
 METRICS_DRAWN = tuple(metric.name for metric in METRICS)
 RESETS = {"ppl": "ppl_reset", "excess_nll_base": "reset_excess"}
 """By metric, the base model's line with its state reset: its own windows are the base's, so its excess is one over those."""
@@ -245,6 +246,7 @@ def _page(
             }
         )
     certainties = list(dict.fromkeys(text.certainty(section["verdicts"]) for section in sections if section["verdicts"]))
+    comparisons = text.comparisons([row for section in sections for row in section["verdicts"]])
     has_reset = any(RESET in by_arm for by_arm in ranges.values())
     drawings += [chart for section in further for chart in section.charts]
     for section in further:
@@ -262,6 +264,7 @@ def _page(
         sections=sections,
         further=[section.html for section in further],
         certainties=certainties,
+        comparisons=comparisons,
         names=names | {"base": "base"},
         styles=by_name,
         legend=[by_name[name] for name in names],

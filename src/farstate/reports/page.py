@@ -160,6 +160,7 @@ def _environment() -> jinja2.Environment:
     environment.globals |= {
         "estimate": text.estimate,
         "between": text.between,
+        "to_decide": text.to_decide,
         "share": text.share,
         "finite": text.finite,
         "nats": text.nats,

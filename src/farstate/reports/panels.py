@@ -15,7 +15,11 @@ from farstate.reports.charts import Panel, Row, trained_on
 from farstate.reports.tables import rounded
 from farstate.reports.theme import ArmStyle, Spec
 
-CURVE_COLUMNS = ("model", "arm", "seed", "train_length", "metric", "position", "value", "low", "high", "n_documents")
+CURVE_COLUMNS = (
+    *("model", "arm", "seed", "train_length", "metric", "position", "value", "low", "high", "n_documents", "n_tokens"),
+)
+CURVE_FIELDS = ("position", "value", "low", "high", "tokens")
+"""What varies along a curve of `chart_row` (`farstate.reports.charts.columns`)."""
 _ESTIMATES = (
     *("excess_nll", "excess_nll_base", "removed", "removed_base", "removed_vs_control", "removed_base_vs_control"),
     *("short_context_cost", "short_context_cost_vs_control", "beats_reset", "beats_base_reset"),
@@ -34,7 +38,9 @@ VERDICT_COLUMNS = (
         "gap_low",
         "gap_high",
         "tolerance",
+        "confidence",
     ),
+    *("would_be", "documents_to_decide"),
     *("fails_beyond", "worst_beyond", "gap_beyond", "gap_beyond_low", "gap_beyond_high"),
     *("verdict_interval", "interval", "n_documents", "n_stretches", "n_seeds", "broken_at", "far_from", "far_to"),
     *(f"{name}{end}" for name in _ESTIMATES for end in ("", "_low", "_high")),
@@ -94,7 +100,8 @@ def curve_rows(table: polars.DataFrame, kind: str, arm: str, label: str, seed: s
         if text.finite(value):
             last = rounded(value)
             low, high = (rounded(record[end]) if text.finite(record[end]) else None for end in ("low", "high"))
-            rows.append(chart_row(kind, arm, label, seed, record["position"], last, low, high, record["n_documents"], note))
+            counts = record["n_documents"], note, record["n_tokens"]
+            rows.append(chart_row(kind, arm, label, seed, record["position"], last, low, high, *counts))
         elif not has_broken:
             has_broken = True
             rows.append(
@@ -109,6 +116,7 @@ def curve_rows(table: polars.DataFrame, kind: str, arm: str, label: str, seed: s
                     None,
                     record["n_documents"],
                     "not a number from here on",
+                    record["n_tokens"],
                 )
             )
     return rows
@@ -125,11 +133,12 @@ def chart_row(
     high: float | None,
     documents: int | None,
     note: str,
+    tokens: int | None = None,
 ) -> Row:
     """A row as `farstate.reports.charts.Panel` takes it."""
     return {
         **{"kind": kind, "arm": arm, "label": label, "seed": seed, "position": rounded(position)},
-        **{"value": value, "low": low, "high": high, "n": documents, "note": note},
+        **{"value": value, "low": low, "high": high, "n": documents, "tokens": tokens, "note": note},
     }
 
 

@@ -425,6 +425,32 @@ def _signed(row: Row, name: str) -> str:
     return f"{nats(row[name], signed=True)} ({between(row, name) or NO_INTERVAL})"
 
 
+def to_decide(row: Row) -> str:
+    """Of an UNDECIDED verdict, how much text would decide it which way; an empty string where nothing can be said."""
+    needed, there = row.get("documents_to_decide"), row.get("n_documents")
+    if row["verdict"] != "UNDECIDED" or not isinstance(needed, (int, float)) or math.isnan(needed) or not finite(there):
+        return ""
+    if needed > 100 * there:
+        return f"more than 100 times these {count(there)} documents would decide it"
+    return f"about {count(float(f'{needed:.2g}'))} documents would show {row['would_be']}, these are {count(there)}"
+
+
+def comparisons(rows: Sequence[Row]) -> str:
+    """Which intervals hold at once, and over how many comparisons nothing is corrected; `rows` are those over all seeds."""
+    banded = [row for row in rows if finite(row.get("gap_low")) and finite(row.get("confidence"))]
+    if not banded:
+        return ""
+    level = min(row["confidence"] for row in banded)
+    models, arms = len({row["model"] for row in banded}), len({row["arm"] for row in banded})
+    missed = f"{(1.0 - level) * len(banded):.2g}"
+    return (
+        f"Many comparisons: only the bands of the gaps, and the verdicts that rest on them, hold at all positions at once, each for one "
+        f"arm of one model. Bands around curves hold at each position by itself, and every other interval for its number alone. Nothing is "
+        f"corrected for the {count(len(banded))} verdicts on this page ({models} model{'s' * (models > 1)}, {arms} arm{'s' * (arms > 1)}): "
+        f"at {100 * level:g} % each, up to {missed} of so many bands are expected to miss the truth somewhere."
+    )
+
+
 def certainty(rows: Sequence[Row]) -> str:
     """What the intervals in the findings are, and what they leave out."""
     labels = sorted({str(row[name]) for row in rows for name in ("verdict_interval", "interval") if row.get(name)})
