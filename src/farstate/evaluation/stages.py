@@ -7,6 +7,7 @@ from typing import Literal
 
 from farstate.errors import FarstateError
 from farstate.evaluation.compare import compare
+from farstate.evaluation.compare_states import compare_states
 from farstate.evaluation.perplexity import EvaluationSettings, evaluate
 from farstate.evaluation.progress import ScoringProgress, StreamProgress
 from farstate.evaluation.published import Procedure, perplexity_of_text, report
@@ -141,3 +142,13 @@ def remembrance_stage(stage: Stage) -> None:
             ),
             progress=progress,
         )
+
+
+def compare_states_stage(stage: Stage) -> None:
+    """Compare the states of the arms of the figure that the record names."""
+    compare_states(
+        evaluations=stage.many("evaluations"),
+        compare=Compare.model_validate(as_written(stage.params["compare"])),
+        figure=stage.params["figure"],
+        output=stage.output,
+    )
