@@ -428,7 +428,7 @@ def _signed(row: Row, name: str) -> str:
 def to_decide(row: Row) -> str:
     """Of an UNDECIDED verdict, how much text would decide it which way; an empty string where nothing can be said."""
     needed, there = row.get("documents_to_decide"), row.get("n_documents")
-    if row["verdict"] != "UNDECIDED" or not isinstance(needed, (int, float)) or math.isnan(needed) or not finite(there):
+    if row["verdict"] != "UNDECIDED" or there is None or needed is None or math.isnan(needed):
         return ""
     if needed > 100 * there:
         return f"more than 100 times these {count(there)} documents would decide it"
