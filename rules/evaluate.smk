@@ -131,6 +131,7 @@ rule compare:
             curves="curves.parquet",
             references="references.parquet",
             verdicts="verdicts.parquet",
+            differences="differences.parquet",
             ages="ages.parquet",
             metrics="metrics.json",
         ),

@@ -12,7 +12,7 @@ import pytest
 
 from farstate.errors import FarstateError
 from farstate.evaluation.bins import Bins, log_bins
-from farstate.evaluation.compare import AGE_SCHEMA, CURVE_SCHEMA, VERDICT_SCHEMA, compare
+from farstate.evaluation.compare import AGE_SCHEMA, CURVE_SCHEMA, DIFFERENCE_SCHEMA, VERDICT_SCHEMA, compare
 from farstate.files import read_manifest, write_manifest
 from farstate.params import Compare
 
@@ -401,3 +401,55 @@ def test_a_damaged_training(tmp_path):
     (Path(training["directory"]) / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(FarstateError, match=r"metrics\.jsonl: damaged"):
         run(tmp_path, [evaluation], ["base"], [training])
+
+
+def test_a_variant_is_held_against_the_control_of_its_own_budget(tmp_path):
+    arms = ["base", "control", "control-steps-9", "passing", "passing-steps-9", "passing-steps-2"]
+    costs = dict(zip(arms, (0.0, 0.1, 0.3, 0.15, 0.37, 0.5), strict=True))
+    evaluations = [write_evaluation(tmp_path, arm, 0, excess=1.0, cost=cost) for arm, cost in costs.items()]
+    controls = {"passing": "control", "passing-steps-9": "control-steps-9", "passing-steps-2": None}
+    compare(
+        evaluations=evaluations,
+        trainings=[],
+        compare=Compare(resamples=200),
+        figure={"models": ["m"], "arms": arms, "controls": controls},
+        output=tmp_path / "out",
+    )
+    verdicts = pl.read_parquet(tmp_path / "out/verdicts.parquet")
+    against = {arm: row(verdicts, arm)["short_context_cost_vs_control"] for arm in arms}
+    assert against["passing"] == pytest.approx(0.05, abs=1e-3)
+    assert against["passing-steps-9"] == pytest.approx(0.07, abs=1e-3)
+    assert [against[arm] for arm in ("base", "control", "control-steps-9", "passing-steps-2")] == [None] * 4
+    assert {arm: row(verdicts, arm)["control"] for arm in arms if row(verdicts, arm)["control"]} == {
+        "passing": "control",
+        "passing-steps-9": "control-steps-9",
+    }
+
+
+def test_differences_are_paired_by_texts_and_by_seeds(tmp_path):
+    """Seeds move both by the same amount: what is left is the difference, far more certain than either."""
+    evaluations = []
+    for seed in (0, 1, 2):
+        evaluations.append(write_evaluation(tmp_path, "base", seed, model="a", excess=0.5 + 0.3 * seed, noise=0.0))
+        evaluations.append(write_evaluation(tmp_path, "base", seed, model="b", excess=0.7 + 0.31 * seed, cost=0.04, noise=0.0))
+    evaluations.append(write_evaluation(tmp_path, "base", 7, model="b", excess=9.0))
+    pair = {"model": "b", "arm": "base", "against_model": "a", "against_arm": "base"}
+    compare(
+        evaluations=evaluations,
+        trainings=[],
+        compare=Compare(resamples=200),
+        figure={"models": ["a", "b"], "arms": ["base"], "pairs": [pair]},
+        output=tmp_path / "out",
+    )
+    table = pl.read_parquet(tmp_path / "out/differences.parquet")
+    assert table.schema == DIFFERENCE_SCHEMA
+    assert table["seed"].unique().sort().to_list() == [None, 0, 1, 2], "a seed that only one has is left out"
+    far = row(table.filter(pl.col("quantity") == "excess_nll"), "base")
+    assert far["n_seeds"] == 3
+    assert far["value"] == pytest.approx(0.21, abs=1e-6)
+    assert far["low"] <= far["value"] <= far["high"]
+    assert far["seeds_low"] == pytest.approx(0.21 - 4.3027 * 0.01 / 3**0.5, abs=1e-4)
+    near = row(table.filter(pl.col("quantity") == "short_context_nll"), "base")
+    assert near["value"] == pytest.approx(0.04, abs=1e-3)
+    one = pl.read_parquet(tmp_path / "out/differences.parquet").filter(pl.col("seed") == 1, pl.col("quantity") == "excess_nll")
+    assert one["seeds_low"].to_list() == [None]

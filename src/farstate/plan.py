@@ -24,6 +24,7 @@ from farstate.keys import KEY_LENGTH, Stage, digest
 from farstate.numerics import NUMERICS
 from farstate.params import (
     ArmsFigure,
+    CostFigure,
     FarFigure,
     Params,
     RememberedFigure,
@@ -32,9 +33,10 @@ from farstate.params import (
     Source,
     StatesFigure,
     Texts,
+    WarmUpsFigure,
     flatten,
 )
-from farstate.runs import Further, Origin, Run, Series, runs_of
+from farstate.runs import BASE, CONTROL, Further, Origin, Run, Series, runs_of
 
 PHASE_TARGETS = {"corpus": "corpus", "pretrained": "pretrain", "posttrained": "posttrain", "evaluated": "evaluate"}
 PHASES = ("corpus", "pretrain", "posttrain", "evaluate")
@@ -50,6 +52,8 @@ RUN_LOCK = SCRATCH / "run.lock"
 PAGE_FILES = ("html", "svg", "png", "json", "parquet")
 PAGE_NAME = r"(?:fig|table)[0-9]+|shift|cost"
 PAGE_FILE = re.compile(rf"({PAGE_NAME})\.({'|'.join(PAGE_FILES)})")
+COMPARED = ("curves", "references", "verdicts", "differences", "ages")
+"""Tables of a comparison of perplexities."""
 MEASURES = ("remembrance", "states", "shift")
 """The measurements beside perplexity: the names of their rules, of the sections of the parameters, of a page's inputs."""
 
@@ -386,14 +390,43 @@ class Plan:
                 name=name,
                 params={
                     "compare": self.params.compare.model_dump(mode="json"),
-                    "figure": _names(trained),
+                    "figure": {**_names(trained), **self._pairs(figure, trained)},
                     "trainings": [{**run.labels, "directory": stage.directory} for run, stage in trainings.items()],
                 },
-                files=("curves.parquet", "references.parquet", "verdicts.parquet", "ages.parquet", "metrics.json"),
+                files=(*(f"{name}.parquet" for name in COMPARED), "metrics.json"),
                 upstream={"evaluations": tuple(evaluations.values()), "trainings": tuple(trainings.values())},
                 numerics=("evaluation",),
             )
         )
+
+    def _pairs(self, figure: Shown, runs: Iterable[Run]) -> dict[str, Any]:
+        """What is compared with what besides the arms with their base: nothing, for most figures."""
+        if isinstance(figure, CostFigure):
+            # A variant's control has the same steps and the same rate; null, where the figure has none.
+            trained = {run.further.name: run.further for run in runs if run.further is not None}
+            controls = {
+                name: next(
+                    (
+                        other
+                        for other, control in trained.items()
+                        if control.arm == CONTROL and (control.steps, control.recipe) == (further.steps, further.recipe)
+                    ),
+                    None,
+                )
+                for name, further in trained.items()
+                if further.arm != CONTROL
+            }
+            return {"controls": controls}
+        if isinstance(figure, WarmUpsFigure):
+            names = list(dict.fromkeys((run.origin.model, run.origin.name) for run in runs))
+            firsts = dict(reversed(names))
+            pairs = [
+                {"model": name, "arm": BASE, "against_model": firsts[model], "against_arm": BASE}
+                for model, name in names
+                if name != firsts[model]
+            ]
+            return {"pairs": pairs}
+        return {}
 
     def _compare_measured(self, rule: str, name: str, files: tuple[str, ...], measured: dict[Run, Stage]) -> Stage:
         return self._add(

@@ -25,7 +25,7 @@ from farstate.params import (
     WarmUpsFigure,
 )
 
-BASE = "base"
+BASE, CONTROL = "base", "control"
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ VERDICT_SCHEMA: dict[str, Any] = {
     "gap_beyond_high": pl.Float64,
     "would_be": pl.String,
     "documents_to_decide": pl.Float64,
+    "control": pl.String,
     "tolerance": pl.Float64,
     "confidence": pl.Float64,
     "verdict_interval": pl.String,
@@ -93,6 +94,21 @@ VERDICT_SCHEMA: dict[str, Any] = {
     "learning_rate": pl.Float64,
 }
 AGE_SCHEMA: dict[str, Any] = {"model": pl.String, "arm": pl.String, "seed": pl.Int64, "age": pl.Int64, "share": pl.Float64}
+DIFFERENCE_SCHEMA: dict[str, Any] = {
+    "model": pl.String,
+    "arm": pl.String,
+    "seed": pl.Int64,
+    "against_model": pl.String,
+    "against_arm": pl.String,
+    "quantity": pl.String,
+    "value": pl.Float64,
+    "low": pl.Float64,
+    "high": pl.Float64,
+    "seeds_low": pl.Float64,
+    "seeds_high": pl.Float64,
+    "n_seeds": pl.Int64,
+    "n_documents": pl.Int64,
+}
 
 
 @dataclass(frozen=True)
@@ -167,6 +183,9 @@ def compare(
       `short_context_cost` is the loss within T_train − the base's, `short_context_cost_vs_control` − the control's.
       `documents_to_decide` and `would_be`, of UNDECIDED, are the power note of `farstate.evaluation.verdict.to_decide`.
       A perplexity too large for a float64 is infinite, a number that does not exist is null.
+    - `differences.parquet` (DIFFERENCE_SCHEMA), a row per pair of `figure["pairs"]`, seed and quantity: the first − the second,
+      paired by texts and by seeds (those that both have; null: their mean), in nats, of `excess_nll` and `nll` far out and
+      of the `short_context_nll`. `low`, `high`: over documents; `seeds_low`, `seeds_high`: Student's t over three seeds and more.
     - `ages.parquet` (AGE_SCHEMA): share of training sequences by the age in tokens of their initial state; null: noise.
     - `metrics.json`: model → arm → a few numbers of the null-seed row.
 
@@ -174,7 +193,8 @@ def compare(
         evaluations: result folders of the stage `evaluate`.
         trainings: of every post-training, `model`, `arm`, `seed` and its `directory`.
         compare: tolerance, confidence, resamples, seed of the bootstrap.
-        figure: the `models` and `arms` of the figure.
+        figure: the `models` and `arms` of the figure; where one asks for them, `controls` (by arm, the arm that is its control,
+            null for none; `control` for an arm that is not named) and `pairs` (`model`, `arm`, `against_model`, `against_arm`).
         output: folder for the result.
 
     Raises:
@@ -195,9 +215,11 @@ def compare(
         confidence=compare.confidence,
         generator=np.random.default_rng(compare.seed),
     )
+    readers: dict[str, _Model] = {}
     for model in figure["models"]:
         of_model = {arm: runs[model, arm] for arm in figure["arms"]}
-        reader = _Model(model, texts[model], of_model, resamples, compare, budgets)
+        reader = _Model(model, texts[model], of_model, resamples, compare, budgets, figure.get("controls", {}))
+        readers[model] = reader
         curves += reader.curves()
         references += reader.references()
         verdicts += reader.verdicts()
@@ -206,6 +228,9 @@ def compare(
         "curves": pl.concat(curves),
         "references": pl.concat(references),
         "verdicts": pl.DataFrame(verdicts, schema=VERDICT_SCHEMA),
+        "differences": pl.DataFrame(
+            [row for pair in figure.get("pairs", ()) for row in _differences(readers, pair)], schema=DIFFERENCE_SCHEMA
+        ),
         "ages": _ages(budgets, figure),
     }
     for name, table in tables.items():
@@ -242,7 +267,9 @@ class _Model:
         resamples: Resamples,
         settings: params.Compare,
         budgets: Mapping[tuple[str, str, int], Training],
+        controls: Mapping[str, str | None],
     ) -> None:
+        self.controls = controls
         self.name, self.texts, self.resamples, self.settings, self.budgets = name, texts, resamples, settings, budgets
         self.runs = {(arm, seed): run for arm, group in runs.items() for seed, run in _with_mean(group)}
         self.seeds = {arm: [run.seed for run in group] for arm, group in runs.items()}
@@ -319,6 +346,7 @@ class _Model:
                 "gap_beyond_high": verdict.gap_beyond_high,
                 "would_be": verdict.would_be,
                 "documents_to_decide": verdict.documents_to_decide,
+                "control": self._control_of(arm),
                 "tolerance": self.settings.tolerance,
                 "confidence": self.settings.confidence,
                 "verdict_interval": verdict.interval,
@@ -343,37 +371,45 @@ class _Model:
         run, far, near = self.runs[arm, seed], self.texts.far, self.texts.near
         found: dict[str, Drawn | None] = dict.fromkeys(_ESTIMATES)
         if near.stop:
-            found["short_context_cost"] = self._mean(run.carried - self.base.carried, near)
-            if (CONTROL, None) in self.runs and arm not in (BASE, CONTROL):
-                found["short_context_cost_vs_control"] = self._mean(run.carried - self._control(seed).carried, near)
+            found["short_context_cost"] = self.mean_over(run.carried - self.base.carried, near)
+            if (control := self._control_of(arm)) is not None:
+                found["short_context_cost_vs_control"] = self.mean_over(run.carried - self._control(control, seed).carried, near)
         if far.start == far.stop:
             return found
-        found["excess_nll"] = self._mean(run.carried - run.window, far)
-        found["excess_nll_base"] = self._mean(run.carried - self.base.window, far)
-        found["beats_reset"] = self._mean(run.carried - run.reset, far)
-        found["beats_base_reset"] = self._mean(run.carried - self.base.reset, far)
-        level = self._mean(run.carried, far)
+        found["excess_nll"] = self.mean_over(run.carried - run.window, far)
+        found["excess_nll_base"] = self.mean_over(run.carried - self.base.window, far)
+        found["beats_reset"] = self.mean_over(run.carried - run.reset, far)
+        found["beats_base_reset"] = self.mean_over(run.carried - self.base.reset, far)
+        level = self.mean_over(run.carried, far)
         found["ppl_far"] = level
         if t_star is not None:
             octave = octaves(self.texts.bins, self.texts.context)
             star = octave[np.searchsorted(self.texts.bins.high, t_star)]
-            lowest = self._mean(run.carried, slice(*np.searchsorted(octave, (star, star + 1)).tolist()))
+            lowest = self.mean_over(run.carried, slice(*np.searchsorted(octave, (star, star + 1)).tolist()))
             found["ppl_ratio"] = level[0] - lowest[0], level[1] - lowest[1]
-        for name, other in (("", BASE), ("_vs_control", CONTROL)):
-            if (other, None) not in self.runs or arm in (BASE, other):
+        for name, other in (("", None if arm == BASE else BASE), ("_vs_control", self._control_of(arm))):
+            if other is None:
                 continue
-            reference = self._control(seed) if other == CONTROL else self.base
-            found[f"removed{name}"] = self._removed(found["excess_nll"], self._mean(reference.carried - reference.window, far))
+            reference = self.base if other == BASE else self._control(other, seed)
+            found[f"removed{name}"] = self._removed(
+                found["excess_nll"], self.mean_over(reference.carried - reference.window, far)
+            )
             found[f"removed_base{name}"] = self._removed(
-                found["excess_nll_base"], self._mean(reference.carried - self.base.window, far)
+                found["excess_nll_base"], self.mean_over(reference.carried - self.base.window, far)
             )
         return found
 
-    def _control(self, seed: int | None) -> Run:
-        """What a seed is held against: the same seed of the control; the mean, and a seed it lacks, against its mean."""
-        return self.runs.get((CONTROL, seed), self.runs[CONTROL, None])
+    def _control_of(self, arm: str) -> str | None:
+        """The arm that is this one's control; None for the base, for controls, and where the figure has none."""
+        control = self.controls.get(arm, CONTROL)
+        is_control = arm == CONTROL or arm in self.controls.values()
+        return control if arm != BASE and not is_control and (control, None) in self.runs else None
 
-    def _mean(self, sums: Floats, bins: slice) -> Drawn:
+    def _control(self, control: str, seed: int | None) -> Run:
+        """What a seed is held against: the same seed of the control; the mean, and a seed it lacks, against its mean."""
+        return self.runs.get((control, seed), self.runs[control, None])
+
+    def mean_over(self, sums: Floats, bins: slice) -> Drawn:
         """Mean over all (text, position) pairs of some bins, each token with the same weight."""
         tokens = float(self.texts.bins.tokens[bins].sum())
         return self.resamples.mean(sums[:, bins].sum(axis=1) / tokens, np.ones(len(sums)))
@@ -423,6 +459,49 @@ class _Model:
         if len(known) != len(seeds) or len(budgets) != 1:
             return {}
         return dict(zip(("steps", "tokens", "learning_rate"), budgets.pop(), strict=True))
+
+
+def _differences(readers: Mapping[str, _Model], pair: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """The rows of one pair: of every seed that both have, and of their mean."""
+    first, second = readers[pair["model"]], readers[pair["against_model"]]
+    seeds = [seed for seed in first.seeds[pair["arm"]] if seed in second.seeds[pair["against_arm"]]]
+
+    def quantities(seed: int | None) -> dict[str, Drawn]:
+        several = [seed] if seed is not None else seeds
+        found: dict[str, Drawn] = {}
+        for reader, arm, sign in ((first, pair["arm"], 1.0), (second, pair["against_arm"], -1.0)):
+            chosen = [reader.runs[arm, each] for each in several]
+            carried, window = (np.mean([getattr(run, kind) for run in chosen], axis=0) for kind in ("carried", "window"))
+            texts = reader.texts
+            given = {"short_context_nll": (carried, texts.near)} if texts.near.stop else {}
+            if texts.far.start < texts.far.stop:
+                given |= {"excess_nll": (carried - window, texts.far), "nll": (carried, texts.far)}
+            for name, (sums, bins) in given.items():
+                value, drawn = reader.mean_over(sums, bins)
+                old = found.get(name, (np.zeros_like(value), np.zeros_like(drawn)))
+                found[name] = old[0] + sign * value, old[1] + sign * drawn
+        return found
+
+    by_seed = {seed: quantities(seed) for seed in seeds}
+    for seed in (None, *seeds) if seeds else ():
+        for name, drawn in (quantities(None) if seed is None else by_seed[seed]).items():
+            low, high = first.resamples.interval(*drawn)
+            over = None
+            if seed is None:
+                over = t_interval([float(by_seed[each][name][0]) for each in seeds], first.settings.confidence)
+            row = {
+                **pair,
+                "seed": seed,
+                "quantity": name,
+                "value": float(drawn[0]),
+                "low": float(low),
+                "high": float(high),
+                "seeds_low": over[0] if over else None,
+                "seeds_high": over[1] if over else None,
+                "n_seeds": len(seeds) if seed is None else 1,
+                "n_documents": first.resamples.documents,
+            }
+            yield {key: _null(value) for key, value in row.items()}
 
 
 def _with_mean(group: list[Run]) -> Iterator[tuple[int | None, Run]]:
