@@ -40,6 +40,7 @@ class Series(_Strict):
     panel: str = Field(description="heading of the panel it is drawn in")
     model: str = Field(description="in the tables")
     arm: str = Field(description="in the tables")
+    of: str = Field("", description="the arm that is varied")
     label: str = Field(description="for readers")
     value: float | None = Field(None, description="of what is varied; null: a line to compare with")
     axis: str = Field("", description="what is varied, with its unit")

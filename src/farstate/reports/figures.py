@@ -22,6 +22,7 @@ class About:
         remark: what the page says of the paper's own finding where no values are digitised.
         draws: the module of `farstate.reports` whose `draw` makes the page.
         roles: what the page's inputs must hold.
+        family: what is varied on a page that `families` draws.
     """
 
     title: str
@@ -34,6 +35,7 @@ class About:
     remark: str = ""
     draws: str = "curves"
     roles: tuple[str, ...] = ("comparison",)
+    family: str = ""
 
 
 FIGURES: dict[str, About] = {
@@ -60,6 +62,7 @@ FIGURES: dict[str, About] = {
             "are run to the same position: from which training context on do they stop failing?"
         ),
         draws="families",
+        family="contexts",
         source="Fig. 2",
         architectures=("mamba2", "gla"),
         remark=(
@@ -74,6 +77,7 @@ FIGURES: dict[str, About] = {
             "much training does it stop generalising to longer texts?"
         ),
         draws="families",
+        family="snapshots",
         source="Fig. 3",
         architectures=("mamba2",),
         remark=(
@@ -144,6 +148,7 @@ FIGURES: dict[str, About] = {
             "beyond its training length does each one hold?"
         ),
         draws="families",
+        family="warmups",
         source="Fig. 11",
         architectures=("mamba2",),
         remark=(
@@ -158,6 +163,7 @@ FIGURES: dict[str, About] = {
             "σ repairs, and what do too small and too large ones cost?"
         ),
         draws="families",
+        family="sigmas",
         source="Fig. 12",
         steps={"": 100},
         architectures=("mamba2",),
@@ -193,5 +199,6 @@ FIGURES: dict[str, About] = {
             "zero state, by steps, reset probability and learning rate: is there a setting that repairs and costs nothing?"
         ),
         draws="families",
+        family="cost",
     ),
 }
