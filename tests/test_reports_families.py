@@ -161,7 +161,7 @@ def write(directory: Path, runs: Runs, *, length: int = 4096) -> Path:
                 **narrow,
                 **steps | one["changes"],
             )
-            row |= {"arm": one["arm"], "n_seeds": len(seeds) if seed is None else 1, "control": one.get("control", "control")}
+            row |= {"arm": one["arm"], "n_seeds": len(seeds) if seed is None else 1}
             verdicts.append(row)
     pl.DataFrame(curves, schema_overrides={"seed": pl.Int64}).write_parquet(directory / "curves.parquet")
     pl.DataFrame(verdicts, infer_schema_length=None, schema_overrides={"seed": pl.Int64}).write_parquet(

@@ -148,6 +148,7 @@ def verdict(
             "p_star": 71.4,
         },
         **{"worst_position": length // 2, **_with("gap", excess, 0.02), "tolerance": 0.02, "confidence": 0.95},
+        "control": None if is_base or is_control else "control",
         **{"verdict_interval": HALF, "verdict_split": "stretches", "interval": INTERVAL, "n_documents": 12, "n_stretches": 48},
         **{
             "n_seeds": 1 if is_base or seed is not None else n_seeds,
