@@ -28,13 +28,14 @@ Extent = tuple[float, float]
 
 @dataclass(frozen=True)
 class Metric:
-    """What a panel's vertical axis shows, and how."""
+    """What a panel's vertical axis shows, and how; `least`: the smallest span of a linear one."""
 
     name: str
     title: str
     axis: str
     logarithmic: bool
     height: int
+    least: float = 0.02
 
 
 METRICS = (
@@ -334,7 +335,7 @@ def _y(panel: Panel, *, static: bool, y_range: Extent) -> Spec:
         scale: Spec = {"type": "log", "nice": False}
         ticks: Spec = {"values": {"expr": _logarithmic_ticks(first, last)}}
     else:
-        span = f"max(0.02, max(0, {high}) - min(0, {low}))"
+        span = f"max({panel.metric.least:g}, max(0, {high}) - min(0, {low}))"
         first, last = f"min(0, {low}) - 0.06 * {span}", f"max(0, {high}) + 0.06 * {span}"
         scale = {"nice": False, "zero": False}
         ticks = {"tickCount": 6}

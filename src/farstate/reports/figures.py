@@ -22,7 +22,7 @@ class About:
         remark: what the page says of the paper's own finding where no values are digitised.
         draws: the module of `farstate.reports` whose `draw` makes the page.
         roles: what the page's inputs must hold.
-        family: what is varied on a page that `families` draws.
+        family: what is varied on a page that `families` draws; what one of `states` shows, the `whole` model or its `heads`.
     """
 
     title: str
@@ -93,6 +93,9 @@ FIGURES: dict[str, About] = {
         ),
         draws="states",
         roles=("states",),
+        family="whole",
+        points="fig4_state_std",
+        methods={"base": "base", "SP": "state_passing"},
         source="Fig. 4",
         architectures=("mamba2",),
     ),
@@ -122,6 +125,7 @@ FIGURES: dict[str, About] = {
         ),
         draws="states",
         roles=("states",),
+        family="heads",
         source="Fig. 9",
         architectures=("mamba2",),
     ),
