@@ -17,6 +17,7 @@ import golden
 import model_checks
 from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
+from farstate.evaluation.compare_remembrance import CURVE_SCHEMA, SUMMARY_SCHEMA, compare_remembrance, far_start
 from farstate.evaluation.perplexity import EvaluationSettings
 from farstate.evaluation.remembrance import (
     DISTANCES,
@@ -29,11 +30,12 @@ from farstate.evaluation.remembrance import (
     sweep,
 )
 from farstate.evaluation.texts import select
-from farstate.files import read_manifest
+from farstate.evaluation.uncertainty import t_interval
+from farstate.files import read_manifest, write_manifest
 from farstate.models.checkpoints import save_model
 from farstate.models.language_model import LanguageModel
 from farstate.models.registry import ARCHITECTURES
-from farstate.params import Remembrance
+from farstate.params import Compare, Remembrance
 from farstate.state import State
 from test_architectures import VOCABULARY as TINY
 from test_architectures import config
@@ -427,3 +429,206 @@ def test_measure_reads_the_store(tmp_path: Path) -> None:
     found = measure(small_model(), store, texts, wanted, WHERE)
     read = np.stack([text.read(store, 0, 41) for text in texts])
     same(found, by_definition(small_model(), read, (0, 11), 3, VOCABULARY))
+
+
+# --- the comparison --------------------------------------------------------------------------------------
+
+STARTS = (0, 1, 8, 24, 32)  # T = 32, T_train = 8: "far" is the start 24, which leaves 9 tokens
+STRETCHES = [(f"{document:02d}", stretch) for document in range(24) for stretch in range(2)]
+COMPARE = Compare(resamples=400, confidence=0.9)
+
+
+def invented(root: Path, name: str, arm: str, seed: int | None, curve, **changes) -> Path:
+    """A measurement folder as the stage writes it; `curve(start, target, unit)` is the total variation."""
+    starts = changes.pop("starts", STARTS)
+    units = changes.pop("units", STRETCHES)
+    context = changes.pop("context", 8)
+    broken = changes.pop("broken", None)
+    rows = []
+    for target, last in (("T", 1), ("last 4", 4)):
+        for number, (document, stretch) in enumerate(units):
+            for start in starts:
+                if start <= 33 - last:
+                    tv = curve(start, target, number)
+                    labels = {"model": name, "arm": arm, "seed": seed, "train_length": context}
+                    place = {"document": document, "stretch": stretch, "T": 32, "start": start, "target": target}
+                    rows.append(labels | place | dict(zip(DISTANCES, (tv, tv / 2, tv**0.5, tv / 3), strict=True)))
+    folder = root / f"{name}.{arm}.{seed}"
+    folder.mkdir()
+    pl.DataFrame(rows, schema_overrides={"seed": pl.Int64}).write_parquet(folder / "remembrance.parquet")
+    contents = {
+        "labels": {"model": name, "arm": arm, "seed": seed},
+        "context": context,
+        "remembrance": {"length": 32},
+        "broken_at": broken,
+        "parameters": 10,
+        "parameters_without_embeddings": 5,
+    }
+    write_manifest(folder, contents | changes, ["remembrance.parquet"])
+    return folder
+
+
+def wobble(start: int, number: int, size: float = 0.05) -> float:
+    return size * math.sin(number * 7.7 + start) if start else 0.0
+
+
+def base(start: int, target: str, number: int) -> float:
+    return (
+        {0: 0.0, 1: 0.05, 8: 0.3, 24: 0.4, 32: 0.6}[start]
+        + abs(wobble(start, number))
+        + (0.01 if target == "T" and start else 0.0)
+    )
+
+
+def repaired(shift: float):
+    """Below the base at 8 and 24, above it at 1."""
+    return lambda start, target, number: max(
+        0.0, base(start, target, number) + {0: 0.0, 1: 0.05, 8: -0.15, 24: -0.2, 32: 0.0}[start] + (shift if start else 0.0)
+    )
+
+
+def joined(root: Path, folders: list[Path], models=("small",), arms=("base", "state_passing", "control")) -> Path:
+    out = root / "compared"
+    compare_remembrance(evaluations=folders, compare=COMPARE, figure={"models": list(models), "arms": list(arms)}, output=out)
+    return out
+
+
+def four(root: Path) -> list[Path]:
+    """Base, control and two seeds of state passing."""
+    return [
+        invented(root, "small", "base", 0, base),
+        invented(root, "small", "control", 0, lambda *at: base(*at) * 1.1),
+        invented(root, "small", "state_passing", 0, repaired(0.0)),
+        invented(root, "small", "state_passing", 1, repaired(0.02)),
+    ]
+
+
+def test_comparison_is_paired_over_texts_and_averages_seeds(tmp_path: Path) -> None:
+    out = joined(tmp_path, four(tmp_path))
+    table = pl.read_parquet(out / "remembrance.parquet")
+    assert dict(table.schema) == CURVE_SCHEMA
+    tv = table.filter(distance="total_variation", target="T")
+    assert set(table["distance"]) == set(DISTANCES)
+
+    def curve(arm: str, seed: int | None, against: str) -> pl.DataFrame:
+        chosen = pl.col("seed").is_null() if seed is None else pl.col("seed") == seed
+        return tv.filter((pl.col("arm") == arm) & chosen & (pl.col("against") == against)).sort("start")
+
+    expected = np.array([[base(start, "T", number) for start in STARTS] for number in range(len(STRETCHES))])
+    value = curve("base", None, "")
+    np.testing.assert_allclose(value["value"], expected.mean(axis=0))
+    assert (value["low"] <= value["value"]).all()
+    assert (value["high"] >= value["value"]).all()
+    assert value.filter(start=0).select("value", "low", "high", "band_low", "band_high").row(0) == (0.0,) * 5
+    # A paired difference of the same wobble has none of it, the mean over seeds is half way.
+    difference = curve("state_passing", None, "base")
+    np.testing.assert_allclose(difference["value"], [0.0, 0.06, -0.14, -0.19, 0.01], atol=1e-12)
+    assert (difference["high"] - difference["low"]).max() < 1e-9
+    np.testing.assert_allclose(curve("state_passing", 1, "base")["value"], [0.0, 0.07, -0.13, -0.18, 0.02], atol=1e-12)
+    against = curve("state_passing", 1, "control")
+    np.testing.assert_allclose(against["value"], expected.mean(axis=0) * -0.1 + [0.0, 0.07, -0.13, -0.18, 0.02], atol=1e-12)
+    assert (against["band_low"] <= against["low"] + 1e-12).all()
+    assert set(tv.filter(arm="base")["against"]) == {""}
+    assert set(tv.filter(arm="control")["against"]) == {"", "base"}
+    counts = table.filter(arm="state_passing").select("n_documents", "n_stretches").unique()
+    assert counts.rows() == [(24, 48)]
+    assert set(tv["n_tokens"]) == {48}
+    assert set(table.filter(target="last 4")["n_tokens"]) == {4 * 48}
+    assert set(tv.filter(pl.col("seed").is_null(), pl.col("arm") == "state_passing")["n_seeds"]) == {2}
+    # Two seeds: nothing is said of seeds.
+    assert table["seeds_low"].null_count() == table.height
+    manifest = read_manifest(out)
+    assert manifest["interval"] == "90 % bootstrap over 24 documents"
+    assert "simultaneous" in manifest["band"]
+    assert manifest["broken"] == []
+
+
+def test_summary_far_share_and_reach(tmp_path: Path) -> None:
+    summary = pl.read_parquet(joined(tmp_path, four(tmp_path)) / "summary.parquet")
+    assert dict(summary.schema) == SUMMARY_SCHEMA
+    tv = summary.filter(pl.col("distance") == "total_variation", pl.col("seed").is_null())
+    far = tv.filter(measure="far", against="base", arm="state_passing").to_dicts()
+    assert [(row["start"], row["target"], row["n_tokens"]) for row in far] == [(24, "last 4", 192)]
+    assert far[0]["value"] == pytest.approx(-0.19)
+    share = tv.filter(measure="far_share", arm="base").to_dicts()[0]
+    means = np.array([[base(start, "T", number) for start in STARTS] for number in range(len(STRETCHES))]).mean(axis=0)
+    assert share["value"] == pytest.approx(means[3] / means[4])
+    assert share["low"] < share["value"] < share["high"]
+    # Half of 0.64: reached at start 8 by the base, which leaves 25 tokens, and only at the end by state passing.
+    reach = {row["arm"]: row for row in tv.filter(measure="half_reach").to_dicts()}
+    assert reach["base"]["value"] == 25.0
+    assert reach["state_passing"]["value"] == 1.0
+    assert reach["base"]["low"] <= 25.0 <= reach["base"]["high"]
+
+
+def test_three_seeds_have_an_interval_over_seeds(tmp_path: Path) -> None:
+    folders = [invented(tmp_path, "small", "base", None, base)]
+    folders += [invented(tmp_path, "small", "state_passing", seed, repaired(0.01 * seed)) for seed in range(3)]
+    out = joined(tmp_path, folders, arms=("base", "state_passing"))
+    row = pl.read_parquet(out / "remembrance.parquet").filter(
+        pl.col("seed").is_null(), arm="state_passing", against="base", start=8, target="T", distance="total_variation"
+    )
+    low, high = t_interval([-0.15, -0.14, -0.13], 0.9)
+    assert row["seeds_low"][0] == pytest.approx(low)
+    assert row["seeds_high"][0] == pytest.approx(high)
+    # Without a control nothing is held against one.
+    assert set(pl.read_parquet(out / "remembrance.parquet")["against"]) == {"", "base"}
+
+
+def test_a_broken_run_has_no_mean(tmp_path: Path) -> None:
+    folders = four(tmp_path)
+    broken = {"position": 9, "start": 0, "document": "03", "stretch": 0, "stretches": 1}
+
+    def curve(start: int, target: str, number: int) -> float:
+        return math.nan if number == 6 and start == 24 else base(start, target, number)
+
+    folders.append(invented(tmp_path, "large", "base", 0, base))
+    folders.append(invented(tmp_path, "large", "control", 0, base))
+    folders.append(invented(tmp_path, "large", "state_passing", 0, curve, broken=broken))
+    out = joined(tmp_path, folders, models=("small", "large"))
+    table = pl.read_parquet(out / "remembrance.parquet")
+    lost = table.filter(model="large", arm="state_passing", start=24)
+    assert lost.height
+    for name in ("value", "low", "high", "band_low", "band_high"):
+        assert lost[name].null_count() == lost.height
+        assert lost[name].is_nan().sum() == 0
+    kept = table.filter(model="large", arm="state_passing", start=8)
+    assert kept["value"].null_count() == 0
+    assert read_manifest(out)["broken"] == [{"model": "large", "arm": "state_passing", "seed": 0, **broken}]
+    far = pl.read_parquet(out / "summary.parquet").filter(model="large", arm="state_passing", measure="far")
+    assert far["value"].null_count() == far.height
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"units": STRETCHES[1:]}, "different texts"),
+        ({"starts": (0, 1, 8, 32)}, "different start points"),
+        ({"remembrance": {"length": 31}}, "different T"),
+        ({"context": 16, "arm": "state_passing", "seed": 7}, "trained on 16 tokens"),
+        ({"arm": "state_passing", "seed": 1, "name": "other"}, "which the figure does not show"),
+    ],
+)
+def test_measurements_that_do_not_belong_together(tmp_path: Path, changes: dict, message: str) -> None:
+    folders = four(tmp_path)
+    changes = dict(changes)
+    name, arm, seed = changes.pop("name", "small"), changes.pop("arm", "control"), changes.pop("seed", 1)
+    folders.append(invented(tmp_path, name, arm, seed, base, **changes))
+    with pytest.raises(FarstateError, match=message):
+        joined(tmp_path, folders)
+
+
+def test_missing_and_doubled_measurements(tmp_path: Path) -> None:
+    folders = four(tmp_path)
+    with pytest.raises(FarstateError, match="a second measurement of small / control, seed 0"):
+        joined(tmp_path, [*folders, folders[1]])
+    with pytest.raises(FarstateError, match="no measurement of small / control"):
+        joined(tmp_path, [folders[0], *folders[2:]])
+    with pytest.raises(FarstateError, match="'base' must be among the arms"):
+        joined(tmp_path, folders, arms=("control", "state_passing"))
+
+
+def test_far_start() -> None:
+    assert far_start((0, 1, 24, 25, 26, 32), 32, 8) == 25
+    assert far_start((0, 32), 32, 8) is None
+    assert far_start((0, 1, 32), 32, 64) is None

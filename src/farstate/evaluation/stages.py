@@ -7,16 +7,18 @@ from typing import Literal
 
 from farstate.errors import FarstateError
 from farstate.evaluation.compare import compare
+from farstate.evaluation.compare_remembrance import compare_remembrance
 from farstate.evaluation.compare_states import compare_states
 from farstate.evaluation.perplexity import EvaluationSettings, evaluate
-from farstate.evaluation.progress import ScoringProgress, StreamProgress
+from farstate.evaluation.progress import PhaseProgress, ScoringProgress, StreamProgress
 from farstate.evaluation.published import Procedure, perplexity_of_text, report
 from farstate.evaluation.remembrance import evaluate_remembrance
+from farstate.evaluation.shift import evaluate_shift
 from farstate.evaluation.states import states
 from farstate.grid import snapshot_file
 from farstate.models.importing import locate
 from farstate.ops import backends
-from farstate.params import Compare, Evaluate, Remembrance, States, as_written
+from farstate.params import Compare, Evaluate, Remembrance, Shift, States, as_written
 from farstate.settings import current_settings
 from farstate.stages import Stage
 
@@ -147,6 +149,38 @@ def remembrance_stage(stage: Stage) -> None:
 def compare_states_stage(stage: Stage) -> None:
     """Compare the states of the arms of the figure that the record names."""
     compare_states(
+        evaluations=stage.many("evaluations"),
+        compare=Compare.model_validate(as_written(stage.params["compare"])),
+        figure=stage.params["figure"],
+        output=stage.output,
+    )
+
+
+def shift_stage(stage: Stage) -> None:
+    """Compare the states of the model that the record names with those that its training met."""
+    with PhaseProgress(stage.output.name) as progress:
+        evaluate_shift(
+            checkpoint=stage.one("checkpoint"),
+            store_directory=stage.one("store"),
+            shift=Shift.model_validate(as_written(stage.params["shift"])),
+            context=stage.params["context"],
+            labels=stage.params["labels"],
+            training=stage.params["training"],
+            output=stage.output,
+            settings=EvaluationSettings(
+                device=_device(stage.settings.device),
+                threads=stage.threads,
+                rows=stage.settings.evaluation_rows,
+                segment_tokens=stage.settings.evaluation_segment,
+            ),
+            scratch=stage.scratch,
+            progress=progress,
+        )
+
+
+def compare_remembrance_stage(stage: Stage) -> None:
+    """Compare what the arms of the figure that the record names remember."""
+    compare_remembrance(
         evaluations=stage.many("evaluations"),
         compare=Compare.model_validate(as_written(stage.params["compare"])),
         figure=stage.params["figure"],
