@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from farstate.training.progress import Progress
 
 
@@ -36,3 +38,28 @@ class StreamProgress(Progress):
     def __call__(self, tokens: int, documents: int, perplexity: float) -> None:
         """`tokens` are scored; `documents` have been read."""
         self._show(tokens, f"{documents:,} documents, {tokens:,} tokens, perplexity {perplexity:.3f}")
+
+
+class PhaseProgress(Progress):
+    """What a measurement of several phases is doing, the share of it that is done, the time left of it.
+
+    To be entered, and given as its `progress`.
+
+    Args:
+        label: what runs.
+    """
+
+    _speed = False
+
+    def __init__(self, label: str) -> None:
+        super().__init__(label, steps=0, batch_tokens=1, start=0)
+        self._phase = ""
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        """`done` of `total` units of `phase` are done."""
+        if phase != self._phase:
+            self._phase = phase
+            self._marks.clear()
+            self._marks.append((time.monotonic(), 0))
+        self._steps = total
+        self._show(done, f"{phase}, {100 * done // total} %")

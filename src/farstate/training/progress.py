@@ -30,6 +30,8 @@ class Progress:
         steps: steps in all, None where nobody knows; `batch_tokens`: tokens of one; `start`: steps done by an earlier process.
     """
 
+    _speed = True
+
     def __init__(self, label: str, steps: int | None, batch_tokens: int, start: int) -> None:
         self._label = label
         self._steps = steps
@@ -61,7 +63,9 @@ class Progress:
             return
         self._marks.append((now, step))
         rate = (step - before) / max(now - then, 1e-9)
-        line = f"{self._label}: {what}, {_short(rate * self._batch_tokens)} tokens/s"
+        line = f"{self._label}: {what}"
+        if self._speed:
+            line += f", {_short(rate * self._batch_tokens)} tokens/s"
         if self._steps is not None:
             line += f", {_clock((self._steps - step) / rate)} left"
         if self._live:
