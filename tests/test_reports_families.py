@@ -288,9 +288,9 @@ def test_each_page_says_in_a_sentence_what_was_found(pages: dict[str, dict[str, 
     assert "All were trained on the same 2,000,000 tokens" in pages["fig2"]["html"].read_text()
     (lead,) = lead_of(pages["fig3"]["html"])
     assert "first clearly exceeds the tolerance at 1,048,576 tokens (1.31 × Chinchilla, 5.24 × without embeddings)" in lead
-    assert "In these runs" not in lead
+    assert "0.33 × Chinchilla (262,144 tokens)</button>" in pages["fig3"]["html"].read_text()
     (lead,) = lead_of(pages["fig11"]["html"])
-    assert lead.startswith("small (40K): a warm-up of 0.25 of the steps is worse beyond the training length than one of 0.1")
+    assert lead.startswith("small (40K): 25 % warm-up is worse beyond the training length than 10 % warm-up")
     assert "+0.300 nats" in lead
     assert "over 3 pre-training seeds" in lead
     (lead,) = lead_of(pages["fig12"]["html"])

@@ -436,13 +436,13 @@ def _training_ticks(panel: Panel, x: Spec, colour: Spec, *, static: bool) -> lis
         {
             "data": data,
             "transform": shown,
-            "mark": {"type": "rule", "strokeDash": [5, 4], "opacity": 0.45, "aria": False},
+            "mark": {"type": "rule", "strokeDash": [2, 4], "strokeWidth": 1.2, "opacity": 1, "aria": False},
             "encoding": {"x": x, "color": colour},
         },
         {
             "data": data,
             "transform": shown,
-            "mark": {"type": "rule", "strokeWidth": 4, "aria": False},
+            "mark": {"type": "rule", "strokeWidth": 4, "opacity": 1, "aria": False},
             "encoding": {"x": x, "y": {"value": 0}, "y2": {"value": 9}, "color": colour},
         },
     ]

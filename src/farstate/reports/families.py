@@ -48,6 +48,8 @@ CHINCHILLA = 20
 FREE = 0.02
 """Nats below which the upper end of a cost counts as none."""
 BASE, CONTROL = "base", "control"
+_SETTING = {"post-training steps": "{} steps", "reset probability p": "p = {}", "peak learning rate": "peak rate {}"}
+"""By what is varied, a value of it in words."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,12 @@ class Quantity:
     title: str
     unit: str
     tolerance: bool = False
+
+    def heading(self, summary: Summary) -> str:
+        """The title of its chart, with what the dotted line is."""
+        if summary.tolerance is None:
+            return self.title
+        return f"{self.title} (dotted: {'free below' if self in (_COST, _COST_CONTROL) else 'tolerance'} {summary.tolerance:g})"
 
 
 _FAR = Quantity("excess_nll", "Far excess, own windows", "far excess, nats", tolerance=True)
@@ -142,6 +150,7 @@ def draw(
     )
     verdicts = read_table(comparison, "verdicts", (*VERDICT_COLUMNS, "control"))
     differences = read_table(comparison, "differences", DIFFERENCE_COLUMNS, may_be_empty=True)
+    card = card.model_copy(update={"series": [_named(about.family, card, one) for one in card.series]})
     styles = _styles(about.family, card.series, verdicts)
     groups = [
         _group(about.family, card, name, curves, verdicts, comparison) for name in dict.fromkeys(s.panel for s in card.series)
@@ -163,6 +172,23 @@ def draw(
 def _style_name(family: str, series: Series) -> str:
     """By what a run is told in the legend: its value, or where several quantities are varied its arm."""
     return series.of if family == "cost" else series.label
+
+
+def _named(family: str, card: Context, series: Series) -> Series:
+    """The series under the words its legend has: a warm-up in per cent, a snapshot as a multiple of the Chinchilla budget.
+
+    Models of several sizes have other multiples at the same tokens: then the legend says tokens.
+    """
+    if family == "warmups" and series.value is not None:
+        return series.model_copy(update={"label": f"{text.share(series.value)} warm-up"})
+    if family == "snapshots" and len({one.panel for one in card.series}) == 1:
+        tokens = _tokens(card, series)
+        if text.finite(tokens.get("chinchilla")):
+            end = ", end of the schedule" if series.arm == BASE else ""
+            return series.model_copy(
+                update={"label": f"{tokens['chinchilla']:.2g} × Chinchilla ({text.count(tokens['tokens'])} tokens{end})"}
+            )
+    return series
 
 
 def _styles(family: str, series: Sequence[Series], verdicts: polars.DataFrame) -> list[ArmStyle]:
@@ -431,12 +457,16 @@ def _settings(group: Group, styles: Sequence[ArmStyle], *, controls: bool) -> li
             item = group.items[place]
             if item.arm in found:
                 continue
-            words = labels[item.of] if item.arm == item.of else f"{labels[item.of]}, {axis.split(',')[0]} {item.label}"
+            words = (
+                labels[item.of] if item.arm == item.of else f"{labels[item.of]}, {_SETTING.get(axis, '{}').format(item.label)}"
+            )
             found[item.arm] = Item(**{**vars(item), "label": words})
     for row in group.references:
         if row["arm"] not in found and row["arm"] != BASE:
             found[row["arm"]] = Item(label=labels[row["arm"]], value=math.nan, arm=row["arm"], of=row["arm"], row=row)
-    return [item for item in found.values() if controls or item.of != CONTROL]
+    order = {style.name: number for number, style in enumerate(styles)}
+    kept = [item for item in found.values() if controls or item.of != CONTROL]
+    return sorted(kept, key=lambda item: (order[item.of], item.arm != item.of))
 
 
 def _drawn(kind: Kind, groups: Sequence[Group], styles: Sequence[ArmStyle]) -> polars.DataFrame:
@@ -525,7 +555,10 @@ def _verdict_rows(family: str, group: Group, kind: Kind, styles: Sequence[ArmSty
             rows.append(_line(item, shown[style], item.label))
     for row in group.references:
         if family != "cost" or row["arm"] == BASE:
-            item = Item(label=shown[row["arm"]].label, value=math.nan, arm=row["arm"], of=row["arm"], row=row)
+            own = group.curves.filter(polars.col("arm") == row["arm"])
+            item = Item(
+                label=shown[row["arm"]].label, value=math.nan, arm=row["arm"], of=row["arm"], row=row, onset=_onset(own, row)
+            )
             rows.insert(0 if row["arm"] == BASE else 1, _line(item, shown[row["arm"]], item.label))
     return rows
 
@@ -568,7 +601,11 @@ def _sheet(
     if kind.metrics:
         further = {
             group.name: [
-                summary_charts.static_summary(summary, styles, quantity.title if lone else f"{group.title}: {quantity.title}")
+                summary_charts.static_summary(
+                    summary,
+                    styles,
+                    quantity.title if lone else f"{group.title}: {quantity.title[:1].lower()}{quantity.title[1:]}",
+                )
                 for _, quantity, summary in summaries[group.name]
             ]
             for group in groups
@@ -579,7 +616,9 @@ def _sheet(
     for group in groups:
         heading = "Price and repair of every setting" if lone else f"{group.title}: price and repair"
         x, y = _COST.unit, _FAR.unit
-        rows.append(summary_charts.static_scatter(scatters[group.name], styles, group.items[0].row["tolerance"], x, y, heading))
+        rows.append(
+            summary_charts.static_scatter(scatters[group.name], styles, group.items[0].row["tolerance"], FREE, x, y, heading)
+        )
         for axis in group.by_axis:
             row = [
                 summary_charts.static_summary(summary, styles, quantity.title)
@@ -629,7 +668,7 @@ def _page(
             small.append(
                 {
                     **{"id": name, "axis": axis, "broken": []},
-                    "title": f"{quantity.title}, nats",
+                    "title": quantity.heading(summary),
                     "text": _described(summary, group.title),
                 }
             )
@@ -640,6 +679,7 @@ def _page(
             spec = summary_charts.screen_scatter(
                 styles,
                 group.items[0].row["tolerance"],
+                FREE,
                 "short-context cost against base, nats",
                 "far excess (own windows), nats",
             )

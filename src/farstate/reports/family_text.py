@@ -133,7 +133,7 @@ def _contexts_numbers(items: Sequence[Item]) -> list[Finding]:
     return [
         Finding("Equal tokens", equal + price),
         Finding("Far excess", "; ".join(f"{item.label}: {far(item.row)}, {_far_range(item.row)}" for item in items) + "."),
-        Finding("Where it begins", _onsets(items).capitalize() + "."),
+        Finding("Where it begins", f"{_onsets(items)[:1].upper()}{_onsets(items)[1:]}."),
     ]
 
 
@@ -241,21 +241,19 @@ def warmups(panel: str, items: Sequence[Item], differences: Mapping[int | None, 
     seeds = [seed for seed in differences if seed is not None]
     each = listing([f"seed {seed}: {nats(differences[seed]['difference'], signed=True)}" for seed in seeds])
     what = (
-        f"the far excess with a warm-up of {long.label} minus that with {short.label} is {nats(mean['difference'], signed=True)} nats "
+        f"the far excess with {long.label} minus that with {short.label} is {nats(mean['difference'], signed=True)} nats "
         f"({between(mean, 'difference') or NO_INTERVAL} over texts, these models held fixed)"
     )
     number = mean["n_seeds"]
     if over := between(mean, "difference_seeds"):
-        pair = f"a warm-up of {long.label} of the steps is {{}} beyond the training length than one of {short.label}"
+        pair = f"{long.label} is {{}} beyond the training length than {short.label}"
         low, high = mean["difference_seeds_low"], mean["difference_seeds_high"]
         outcome = (
             pair.format("worse")
             if low > 0
             else f"{pair.format('better')}, unlike in the paper"
             if high < 0
-            else (
-                f"that a warm-up of {long.label} is worse beyond the training length than one of {short.label} is not shown at this scale"
-            )
+            else (f"that {long.label} is worse beyond the training length than {short.label} is not shown at this scale")
         )
         lead = f"{panel}: {outcome}: {what}; over {count(number)} pre-training seeds {over} (Student's t)."
     else:
@@ -326,17 +324,14 @@ def _end(end: Item, best: Item, name: str, words: str, base: Row | None) -> str:
     own = f"{end.label} {words} {estimate(end.row, name)} nats"
     if end is best:
         return f"The best σ is at this end of those tried, so how far it goes on is not known: {own}."
-    other = f"{best.label} {estimate(best.row, name)}"
+    other = f"{estimate(best.row, name)} at {best.label}"
+    if base is not None and finite(base.get(name)):
+        own += f" (base model: {estimate(base, name)})"
     side = apart(best.row, end.row, name)
-    base_words = f" (base model: {estimate(base, name)})" if base is not None and finite(base.get(name)) else ""
-    if side == 1:
-        return f"Yes: {own}{base_words}, {other}; the intervals do not meet."
-    if side == -1:
-        return f"No: {own}{base_words}, less than {other}."
-    return (
-        f"Not shown: {own}{base_words}, {other}; the intervals meet."
-        if side == 0
-        else f"{own}{base_words}, {other}; {NO_INTERVAL}."
+    if side is None:
+        return f"{own}, {other}; {NO_INTERVAL}."
+    return {1: f"Yes: {own}, against {other}; the intervals do not meet.", -1: f"No: {own}, less than {other}."}.get(
+        side, f"Not shown: {own}, against {other}; the intervals meet."
     )
 
 

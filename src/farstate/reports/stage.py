@@ -85,7 +85,7 @@ def _context(about: About, report: dict[str, Any], manifests: Mapping[str, Seque
             **{f"version of {name}": version for name, version in versions().items()},
             "commit": commit().get("commit", "not a git checkout"),
             **keys,
-            **({"pre-training seed": report["pretrain"]["seed"]} if trained_here and "pretrain" in report else {}),
+            **(_pretraining_seeds(report) if trained_here and "pretrain" in report else {}),
             **({"post-training seeds": list(report["posttrain"]["seeds"])} if report.get("posttrain") else {}),
         },
         "note": report["note"],
@@ -93,6 +93,12 @@ def _context(about: About, report: dict[str, Any], manifests: Mapping[str, Seque
         "series": report.get("series", []),
         "sizes": sizes,
     }
+
+
+def _pretraining_seeds(report: dict[str, Any]) -> dict[str, Any]:
+    """A page that shows no post-training may show several pre-trainings; the figure's own seeds are theirs then."""
+    several = report.get("figure", {}).get("seeds") if not report.get("posttrain") else None
+    return {"pre-training seeds": list(several)} if several else {"pre-training seed": report["pretrain"]["seed"]}
 
 
 def _sizes(manifests: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:

@@ -76,8 +76,11 @@ def static_summary(summary: Summary, styles: Sequence[ArmStyle], heading: str) -
     }
 
 
-def screen_scatter(styles: Sequence[ArmStyle], tolerance: float, x: str, y: str) -> Spec:
-    """Two numbers of every run against each other; rows have `arm`, `label`, `words`, `x`, `y` and their `_low`, `_high`."""
+def screen_scatter(styles: Sequence[ArmStyle], tolerance: float, margin: float, x: str, y: str) -> Spec:
+    """Two numbers of every run against each other; rows have `arm`, `label`, `words`, `x`, `y` and their `_low`, `_high`.
+
+    Lines mark the `tolerance` of y and the `margin` of x.
+    """
     return {
         "$schema": SCHEMA,
         "description": f"{y} against {x}",
@@ -87,19 +90,21 @@ def screen_scatter(styles: Sequence[ArmStyle], tolerance: float, x: str, y: str)
         "padding": {"left": 2, "right": 12, "top": 8, "bottom": 2},
         "params": [*screen_parameters(), {"name": "shown", "value": [style.name for style in styles]}],
         "data": {"name": "rows"},
-        "layer": _scatter_layers(styles, tolerance, x, y, static=False),
+        "layer": _scatter_layers(styles, tolerance, margin, x, y, static=False),
         "config": configuration(static=False),
     }
 
 
-def static_scatter(rows: Sequence[Row], styles: Sequence[ArmStyle], tolerance: float, x: str, y: str, heading: str) -> Spec:
+def static_scatter(
+    rows: Sequence[Row], styles: Sequence[ArmStyle], tolerance: float, margin: float, x: str, y: str, heading: str
+) -> Spec:
     """The same on a static sheet."""
     return {
         "title": {"text": heading, "offset": 8},
         "width": 420,
         "height": 280,
         "data": {"values": list(rows)},
-        "layer": _scatter_layers(styles, tolerance, x, y, static=True),
+        "layer": _scatter_layers(styles, tolerance, margin, x, y, static=True),
     }
 
 
@@ -142,31 +147,14 @@ _INTERVAL: Spec = {
 }
 
 
-def _guide(value: float, words: str, *, static: bool, axis: str = "y") -> list[Spec]:
-    """A thin dashed line with its name."""
+def _guide(value: float, *, static: bool, axis: str = "y") -> Spec:
+    """A thin dotted line across the chart."""
     soft: Any = "#5c636b" if static else {"expr": "soft"}
-    channel: Spec = {"datum": value, "type": "quantitative"}
-    lines: list[Spec] = [
-        {
-            "data": {"values": [{}]},
-            "mark": {"type": "rule", "strokeDash": [2, 3], "color": soft, "aria": False},
-            "encoding": {axis: channel},
-        }
-    ]
-    if words and axis == "y":
-        mark: Spec = {
-            "type": "text",
-            "align": "right",
-            "baseline": "bottom",
-            "dy": -2,
-            "fontSize": 10,
-            "color": soft,
-            "aria": False,
-        }
-        lines.append(
-            {"data": {"values": [{}]}, "mark": mark | {"text": words}, "encoding": {"y": channel, "x": {"value": "width"}}}
-        )
-    return lines
+    return {
+        "data": {"values": [{}]},
+        "mark": {"type": "rule", "strokeDash": [2, 3], "color": soft, "aria": False},
+        "encoding": {axis: {"datum": value, "type": "quantitative"}},
+    }
 
 
 def _layers(summary: Summary, styles: Sequence[ArmStyle], *, static: bool) -> list[Spec]:
@@ -209,7 +197,7 @@ def _layers(summary: Summary, styles: Sequence[ArmStyle], *, static: bool) -> li
             }
         )
     if summary.tolerance is not None:
-        layers += _guide(summary.tolerance, "" if references else f"tolerance {summary.tolerance:g}", static=static)
+        layers.append(_guide(summary.tolerance, static=static))
     if references:
         only = [{"filter": "datum.kind == 'reference'"}]
         layers += [
@@ -257,8 +245,8 @@ def _layers(summary: Summary, styles: Sequence[ArmStyle], *, static: bool) -> li
     return layers
 
 
-def _scatter_layers(styles: Sequence[ArmStyle], tolerance: float, x: str, y: str, *, static: bool) -> list[Spec]:
-    """Both tolerances as lines: what lies below and left of them repairs and costs nothing."""
+def _scatter_layers(styles: Sequence[ArmStyle], tolerance: float, margin: float, x: str, y: str, *, static: bool) -> list[Spec]:
+    """Tolerance and margin as lines: what lies below and left of them repairs and costs nothing."""
     ink: Any = "#1b1d21" if static else {"expr": "ink"}
     colour, _, shape = _channels(styles, static=static)
     bare = {key: value for key, value in colour.items() if key != "legend"}
@@ -295,8 +283,8 @@ def _scatter_layers(styles: Sequence[ArmStyle], tolerance: float, x: str, y: str
     return [
         {"data": {"values": [{"y": 0}]}, "mark": zero, "encoding": {"y": up}},
         {"data": {"values": [{"x": 0}]}, "mark": zero, "encoding": {"x": across}},
-        *_guide(tolerance, f"tolerance {tolerance:g}", static=static),
-        *_guide(tolerance, "", static=static, axis="x"),
+        _guide(tolerance, static=static),
+        _guide(margin, static=static, axis="x"),
         {
             "transform": [{"filter": "isValid(datum.x_low)"}],
             "mark": bars,
