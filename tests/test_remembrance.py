@@ -17,7 +17,7 @@ import golden
 import model_checks
 from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
-from farstate.evaluation.compare_remembrance import CURVE_SCHEMA, SUMMARY_SCHEMA, compare_remembrance, far_start
+from farstate.evaluation.compare_remembrance import TABLE_SCHEMA, compare_remembrance, far_start
 from farstate.evaluation.perplexity import EvaluationSettings
 from farstate.evaluation.remembrance import (
     DISTANCES,
@@ -505,8 +505,8 @@ def four(root: Path) -> list[Path]:
 
 def test_comparison_is_paired_over_texts_and_averages_seeds(tmp_path: Path) -> None:
     out = joined(tmp_path, four(tmp_path))
-    table = pl.read_parquet(out / "remembrance.parquet")
-    assert dict(table.schema) == CURVE_SCHEMA
+    table = pl.read_parquet(out / "remembrance.parquet").filter(measure="curve")
+    assert dict(table.schema) == TABLE_SCHEMA
     tv = table.filter(distance="total_variation", target="T")
     assert set(table["distance"]) == set(DISTANCES)
 
@@ -544,8 +544,8 @@ def test_comparison_is_paired_over_texts_and_averages_seeds(tmp_path: Path) -> N
 
 
 def test_summary_far_share_and_reach(tmp_path: Path) -> None:
-    summary = pl.read_parquet(joined(tmp_path, four(tmp_path)) / "summary.parquet")
-    assert dict(summary.schema) == SUMMARY_SCHEMA
+    summary = pl.read_parquet(joined(tmp_path, four(tmp_path)) / "remembrance.parquet")
+    assert set(summary["measure"]) == {"curve", "far", "far_share", "half_reach"}
     tv = summary.filter(pl.col("distance") == "total_variation", pl.col("seed").is_null())
     far = tv.filter(measure="far", against="base", arm="state_passing").to_dicts()
     assert [(row["start"], row["target"], row["n_tokens"]) for row in far] == [(24, "last 4", 192)]
@@ -566,7 +566,13 @@ def test_three_seeds_have_an_interval_over_seeds(tmp_path: Path) -> None:
     folders += [invented(tmp_path, "small", "state_passing", seed, repaired(0.01 * seed)) for seed in range(3)]
     out = joined(tmp_path, folders, arms=("base", "state_passing"))
     row = pl.read_parquet(out / "remembrance.parquet").filter(
-        pl.col("seed").is_null(), arm="state_passing", against="base", start=8, target="T", distance="total_variation"
+        pl.col("seed").is_null(),
+        arm="state_passing",
+        against="base",
+        start=8,
+        target="T",
+        distance="total_variation",
+        measure="curve",
     )
     low, high = t_interval([-0.15, -0.14, -0.13], 0.9)
     assert row["seeds_low"][0] == pytest.approx(low)
@@ -587,7 +593,7 @@ def test_a_broken_run_has_no_mean(tmp_path: Path) -> None:
     folders.append(invented(tmp_path, "large", "state_passing", 0, curve, broken=broken))
     out = joined(tmp_path, folders, models=("small", "large"))
     table = pl.read_parquet(out / "remembrance.parquet")
-    lost = table.filter(model="large", arm="state_passing", start=24)
+    lost = table.filter(model="large", arm="state_passing", start=24, measure="curve")
     assert lost.height
     for name in ("value", "low", "high", "band_low", "band_high"):
         assert lost[name].null_count() == lost.height
@@ -595,7 +601,7 @@ def test_a_broken_run_has_no_mean(tmp_path: Path) -> None:
     kept = table.filter(model="large", arm="state_passing", start=8)
     assert kept["value"].null_count() == 0
     assert read_manifest(out)["broken"] == [{"model": "large", "arm": "state_passing", "seed": 0, **broken}]
-    far = pl.read_parquet(out / "summary.parquet").filter(model="large", arm="state_passing", measure="far")
+    far = table.filter(model="large", arm="state_passing", measure="far")
     assert far["value"].null_count() == far.height
 
 

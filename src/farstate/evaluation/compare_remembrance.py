@@ -21,23 +21,13 @@ from farstate.evaluation.remembrance import DISTANCES, SINGLE
 from farstate.evaluation.uncertainty import Floats, Resamples, resample, t_interval
 from farstate.files import MANIFEST, atomic_path, read_manifest, write_manifest
 
-_COMMON: dict[str, Any] = {"model": pl.String, "arm": pl.String, "seed": pl.Int64, "train_length": pl.Int64, "T": pl.Int64}
-_NUMBERS: dict[str, Any] = {
-    **dict.fromkeys(("value", "low", "high", "seeds_low", "seeds_high"), pl.Float64),
+TABLE_SCHEMA: dict[str, Any] = {
+    **{"model": pl.String, "arm": pl.String, "seed": pl.Int64, "train_length": pl.Int64, "T": pl.Int64},
+    **{"measure": pl.String, "target": pl.String, "distance": pl.String, "against": pl.String, "start": pl.Int64},
+    **dict.fromkeys(("value", "low", "high", "band_low", "band_high", "seeds_low", "seeds_high"), pl.Float64),
     **dict.fromkeys(("n_documents", "n_stretches", "n_tokens", "n_seeds"), pl.Int64),
 }
-CURVE_SCHEMA: dict[str, Any] = {
-    **_COMMON,
-    **{"target": pl.String, "distance": pl.String, "against": pl.String, "start": pl.Int64},
-    **_NUMBERS,
-    **{"band_low": pl.Float64, "band_high": pl.Float64},
-}
-SUMMARY_SCHEMA: dict[str, Any] = {
-    **_COMMON,
-    **{"target": pl.String, "distance": pl.String, "measure": pl.String, "against": pl.String, "start": pl.Int64},
-    **_NUMBERS,
-}
-FAR, SHARE, REACH = "far", "far_share", "half_reach"
+CURVE, FAR, SHARE, REACH = "curve", "far", "far_share", "half_reach"
 
 # A quantity with its resamples: the estimate, shape (…), and the same of every resample, shape (resamples, …).
 Drawn = tuple[Floats, Floats]
@@ -70,19 +60,20 @@ class Run:
 
 
 def compare_remembrance(*, evaluations: Sequence[Path], compare: params.Compare, figure: Mapping[str, Any], output: Path) -> None:
-    """Join the measurements of a figure and write its tables, the manifest last.
+    """Join the measurements of a figure and write `remembrance.parquet` (TABLE_SCHEMA) and, last, `manifest.json`.
 
-    - `remembrance.parquet` (CURVE_SCHEMA): a row per model, arm, seed, target, distance, `against` and start. `against` is ""
-      for the value itself, the mean over all texts; "base" and "control" for the paired difference to that arm (of the same
-      seed where it has it, else to its mean over seeds). A null seed is the mean over seeds. `low`, `high` hold for one start,
-      `band_low`, `band_high` for all starts of the row's curve at once; all resample documents. `seeds_low`, `seeds_high`: Student's
-      t over seeds, from three on. `n_tokens`: predictions compared behind the point, of one seed.
-    - `summary.parquet` (SUMMARY_SCHEMA), by `measure`:
-      "far", the value at the last start that leaves at least T_train tokens, in `start`: what lies farther back than training
-      reached still changes so much; with differences as above, and by the mean over last positions where it exists there;
-      "far_share", of the single target, far as a share of the value when nothing but x_T is left: 0 where all that counts lies
-      within the training length;
-      "half_reach", of the single target, tokens left at the first start where the curve is at half of that last value.
+    A row per model, arm, seed, `measure`, target, distance, `against` and start. `against` is "" for the value itself, the mean
+    over all texts; "base" and "control" for the paired difference to that arm (of the same seed where it has it, else to its
+    mean over seeds). A null seed is the mean over seeds. `low`, `high` hold for one number, `band_low`, `band_high` for all
+    starts of a curve at once; all resample documents. `seeds_low`, `seeds_high`: Student's t over seeds, from three on.
+    `n_tokens`: predictions compared behind the number, of one seed. The measures:
+
+    - "curve": effective remembrance by start.
+    - "far": that at the last start which leaves at least T_train tokens: what lies farther back than training reached still
+      changes so much. By the mean over last positions where it exists at that start, else by the single target.
+    - "far_share", of the single target: far as a share of the value when nothing but x_T is left; near 0 where all that counts
+      lies within the training length.
+    - "half_reach", of the single target: tokens left at the first start where the curve is at half of that last value.
 
     Where a model's output is not finite the value is null, never a mean over what is left; the manifest's `broken` says where.
 
@@ -106,16 +97,12 @@ def compare_remembrance(*, evaluations: Sequence[Path], compare: params.Compare,
         confidence=compare.confidence,
         generator=np.random.default_rng(compare.seed),
     )
-    curves: list[pl.DataFrame] = []
-    summary: list[dict[str, Any]] = []
+    tables: list[pl.DataFrame] = []
     for model in models:
         reader = _Model({arm: runs[model, arm] for arm in arms}, resamples, compare.confidence)
-        curves += reader.curves()
-        summary += reader.summary()
-    tables = {"remembrance": pl.concat(curves), "summary": pl.DataFrame(summary, schema=SUMMARY_SCHEMA)}
-    for name, table in tables.items():
-        with atomic_path(output / f"{name}.parquet") as path:
-            table.with_columns(pl.col(pl.Float64).fill_nan(None)).write_parquet(path)
+        tables += [*reader.curves(), pl.DataFrame(list(reader.summary()), schema=TABLE_SCHEMA)]
+    with atomic_path(output / "remembrance.parquet") as path:
+        pl.concat(tables).with_columns(pl.col(pl.Float64).fill_nan(None)).write_parquet(path)
     write_manifest(
         output,
         {
@@ -135,7 +122,7 @@ def compare_remembrance(*, evaluations: Sequence[Path], compare: params.Compare,
                 if run.broken is not None
             ],
         },
-        [f"{name}.parquet" for name in tables],
+        ["remembrance.parquet"],
     )
 
 
@@ -164,6 +151,7 @@ class _Model:
                         count = len(starts)
                         columns = {
                             **self._names(arm, seed, count),
+                            "measure": [CURVE] * count,
                             "target": [target] * count,
                             "distance": [name] * count,
                             "against": [against] * count,
@@ -177,7 +165,7 @@ class _Model:
                             "band_low": band_low,
                             "band_high": band_high,
                         }
-                        yield pl.DataFrame(columns, schema=CURVE_SCHEMA)
+                        yield pl.DataFrame(columns, schema=TABLE_SCHEMA)
 
     def summary(self) -> Iterator[dict[str, Any]]:
         single = self.first.starts[SINGLE]
