@@ -46,6 +46,123 @@ def _run(record: Path, output: Path | None, rule: str, work: Callable[[Stage], d
     write_provenance(stage.record, stage.output, started, facts, operations.record())
 
 
+_BY_HAND, _WITH_TEXT = "A checkpoint by hand (with --corpus)", "A checkpoint as published (with --text)"
+What = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECORD|CHECKPOINT",
+        help="a stage's record (.json, written by Snakemake); or a checkpoint: its folder, file or hub name",
+        show_default=False,
+    ),
+]
+HandOutput = Annotated[
+    Path | None,
+    typer.Option(help="result directory; default: the one the record names, or one in results/by_hand", show_default=False),
+]
+CorpusOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WHERE",
+        help="a token store (results/corpus/store-…), or files and globs of .txt, .jsonl, .parquet, compressed or not; may be repeated",
+        rich_help_panel=_BY_HAND,
+        show_default=False,
+    ),
+]
+TokenizerOption = Annotated[str, typer.Option(help="of text files, a tokenizer.json; auto: that beside the checkpoint")]
+TextKey = Annotated[str, typer.Option(help="the field or column that holds a document's text")]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(help="T_train in tokens; default: as the checkpoint says", rich_help_panel=_BY_HAND, show_default=False),
+]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda; default: that of config/settings.yaml", show_default=False)]
+Documents = Annotated[int | None, typer.Option(help="read only the first so many documents", show_default=False)]
+Length = Annotated[
+    int | None, typer.Option(help="positions 1 … length are measured; default 8192", rich_help_panel=_BY_HAND, show_default=False)
+]
+Stretches = Annotated[
+    int | None,
+    typer.Option(
+        help="non-overlapping stretches of a document, each from a zero state", rich_help_panel=_BY_HAND, show_default=False
+    ),
+]
+SplitOption = Annotated[
+    Literal["validation", "test"] | None,
+    typer.Option(help="of a token store; default test", rich_help_panel=_BY_HAND, show_default=False),
+]
+Streams = Annotated[
+    Literal["documents", "concatenated"] | None,
+    typer.Option(help="concatenated: documents joined to reach the length", rich_help_panel=_BY_HAND, show_default=False),
+]
+BinsPerOctave = Annotated[
+    int | None, typer.Option(help="log-spaced bins; default 2", rich_help_panel=_BY_HAND, show_default=False)
+]
+Softmax = Annotated[
+    Literal["real", "padded"] | None,
+    typer.Option(
+        help="over the tokenizer's symbols (default), or all rows of the head", rich_help_panel=_BY_HAND, show_default=False
+    ),
+]
+Precision = Annotated[
+    Literal["float32", "bf16-mixed"] | None,
+    typer.Option(help="default float32", rich_help_panel=_BY_HAND, show_default=False),
+]
+# Parameters of all measures, and the options of a measurement by hand that are none of its parameters.
+_TEXT_PARAMETERS = ("stretches_per_document", "split", "streams")
+_PUBLISHED_OPTIONS = ("end_of_text", "published")
+_HAND_OPTIONS = ("output", "corpus", "tokenizer", "text_key", "context", "device", "arm_record")
+
+
+def _given(called: typer.Context) -> dict[str, Any]:
+    """What stands on the command line, without what is at its default."""
+    return {
+        name: value for name, value in called.params.items() if str(called.get_parameter_source(name)).endswith("COMMANDLINE")
+    }
+
+
+def _record_or_hand(rule: str, given: dict[str, Any], work: Callable[[Stage], None]) -> None:
+    """Run a stage on its record, or its measurement on the checkpoint that was given with --corpus."""
+    what: str = given.pop("what")
+    if "corpus" not in given:
+        if not what.endswith(".json"):
+            raise FarstateError(f"{what}: not the .json record of a stage; to measure a checkpoint give --corpus WHERE with it")
+        if strange := [name for name in given if name != "output"]:
+            raise FarstateError(
+                f"--{strange[0].replace('_', '-')}: only with --corpus; what a stage measures stands in its record"
+            )
+        _run(Path(what), given.get("output"), rule, work)
+        return
+    if what.endswith(".json"):
+        raise FarstateError(f"{what}: a record says itself which text is read; leave out --corpus, or give a checkpoint")
+    from farstate.evaluation.by_hand import measure
+
+    options = {name: value for name, value in given.items() if name not in _HAND_OPTIONS}
+    for name in ("starts", "positions"):
+        if name in options:
+            options[name] = _integers(name, options[name])
+    tokenizer = given.get("tokenizer", "auto")
+    lines = measure(
+        rule,
+        what,
+        given["corpus"],
+        options,
+        context=given.get("context"),
+        tokenizer=None if tokenizer == "auto" else Path(tokenizer),
+        text_key=given.get("text_key", "text"),
+        arm_record=given.get("arm_record"),
+        output=given.get("output"),
+        device=given.get("device"),
+    )
+    for line in lines:
+        typer.echo(line)
+
+
+def _integers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise FarstateError(f"--{option}: '{text}' is not a list of whole numbers; write 0,16,1024") from None
+
+
 @app.command()
 def fetch(record: Record, output: Output = None) -> None:
     """Download a pinned package as an archive, through pip, checked by SHA-256."""
@@ -192,67 +309,235 @@ def posttrain(record: Record, output: Output = None) -> None:
 @app.command()
 def perplexity(
     called: typer.Context,
-    what: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECORD|CHECKPOINT",
-            help="a stage's record (.json, written by Snakemake); or, with --text, a checkpoint: its folder, file or hub name",
+    what: What,
+    output: HandOutput = None,
+    corpus: CorpusOption = None,
+    tokenizer: TokenizerOption = "auto",
+    text_key: TextKey = "text",
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="T_train in tokens, default: as the checkpoint says; with --text, tokens of a window, default 2048",
             show_default=False,
         ),
-    ],
-    output: Annotated[Path | None, typer.Option(help="stage: result directory; default: the one the record names")] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="measure a checkpoint on this file: .txt, .jsonl or .parquet, compressed or not")
     ] = None,
-    text_key: Annotated[str, typer.Option(help="the field or column that holds a document's text")] = "text",
-    tokenizer: Annotated[str, typer.Option(help="a tokenizer.json; auto: that beside the checkpoint")] = "auto",
-    context: Annotated[int, typer.Option(help="tokens of a window; each is read from the zero state")] = 2048,
-    documents: Annotated[int | None, typer.Option(help="read only the first so many documents")] = None,
-    end_of_text: Annotated[
-        str, typer.Option(help="the token after each document; none: nothing between documents")
-    ] = "<|endoftext|>",
+    device: Device = None,
+    documents: Documents = None,
+    length: Length = None,
+    stretches_per_document: Stretches = None,
+    split: SplitOption = None,
+    streams: Streams = None,
+    bins_per_octave: BinsPerOctave = None,
     softmax: Annotated[
-        Literal["padded", "real"],
-        typer.Option(help="padded: over all rows of the head, as published values [assumed]; real: the tokenizer's symbols"),
-    ] = "padded",
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default: that of config/settings.yaml")] = None,
+        Literal["padded", "real"] | None,
+        typer.Option(
+            help="real: over the tokenizer's symbols, as the stage does; padded: over all rows of the head, as published values "
+            "[assumed], and so with --text",
+            show_default=False,
+        ),
+    ] = None,
+    precision: Precision = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="measure one number as published values are, on this file: .txt, .jsonl or .parquet, compressed or not",
+            rich_help_panel=_WITH_TEXT,
+        ),
+    ] = None,
+    end_of_text: Annotated[
+        str, typer.Option(help="the token after each document; none: nothing between documents", rich_help_panel=_WITH_TEXT)
+    ] = "<|endoftext|>",
     published: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
             help="the text is the original Pile's validation file: hold the value against the one published for this model "
             "(mamba2-130m, …); without it, a text named val.jsonl.zst and a model of a published one's sizes are compared",
+            rich_help_panel=_WITH_TEXT,
         ),
     ] = None,
 ) -> None:
     """Measure position-wise perplexity and its window references on held-out text; or, with --text, a checkpoint as published.
 
-    `farstate perplexity RECORD.json` is the pipeline's stage. `farstate perplexity CHECKPOINT --text FILE` takes any checkpoint that
-    Farstate reads and prints one perplexity, computed as published values are: documents joined by the end-of-text token,
-    windows that do not overlap, softmax over padded rows too; and its distance from the published value where there is one.
+    `farstate perplexity RECORD.json` is the pipeline's stage. `farstate perplexity CHECKPOINT --corpus WHERE` writes the stage's
+    tables for any checkpoint. `farstate perplexity CHECKPOINT --text FILE` takes any checkpoint that Farstate reads and prints
+    one perplexity, computed as published values are: documents joined by the end-of-text token, windows that do not overlap,
+    softmax over padded rows too; and its distance from the published value where there is one.
     """
+    given = _given(called)
     if text is None:
-        if not what.endswith(".json"):
-            raise FarstateError(f"{what}: not the .json record of a stage; to measure a checkpoint give --text FILE with it")
-        given = [name for name in called.params if str(called.get_parameter_source(name)).endswith("COMMANDLINE")]
-        if strange := [name for name in given if name not in ("what", "output")]:
-            raise FarstateError(f"--{strange[0].replace('_', '-')}: only with --text; what a stage measures stands in its record")
 
         def work(stage: Stage) -> None:
             from farstate.evaluation.stages import perplexity_stage
 
             perplexity_stage(stage)
 
-        _run(Path(what), output, "perplexity", work)
+        if strange := [name for name in given if name in _PUBLISHED_OPTIONS]:
+            raise FarstateError(f"--{strange[0].replace('_', '-')}: only with --text")
+        if corpus is None and not what.endswith(".json"):
+            raise FarstateError(
+                f"{what}: not the .json record of a stage; to measure a checkpoint give --corpus WHERE with it (the stage's tables), or "
+                "--text FILE (one number, as published)"
+            )
+        _record_or_hand("perplexity", given, work)
         return
     if output is not None or what.endswith(".json"):
         raise FarstateError(
             "perplexity: --output and a .json record belong to the stage, --text to a checkpoint; give one of the two"
         )
+    if strange := [name for name in ("corpus", *_TEXT_PARAMETERS, "length", "bins_per_octave", "precision") if name in given]:
+        raise FarstateError(f"--{strange[0].replace('_', '-')}: not with --text, which takes one number of a whole file")
     from farstate.evaluation.stages import perplexity_command
 
-    for line in perplexity_command(what, text, text_key, tokenizer, context, documents, end_of_text, softmax, device, published):
+    lines = perplexity_command(
+        what, text, text_key, tokenizer, context or 2048, documents, end_of_text, softmax or "padded", device, published
+    )
+    for line in lines:
         typer.echo(line)
+
+
+@app.command()
+def remembrance(
+    called: typer.Context,
+    what: What,
+    output: HandOutput = None,
+    corpus: CorpusOption = None,
+    tokenizer: TokenizerOption = "auto",
+    text_key: TextKey = "text",
+    context: ContextOption = None,
+    device: Device = None,
+    documents: Documents = None,
+    length: Annotated[
+        int | None, typer.Option(help="T: predictions after the tokens x_0 … x_T are compared; default 8192", show_default=False)
+    ] = None,
+    starts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T,T,…", help="start points, 0 … T; default: a grid from 0 to T, dense at both ends", show_default=False
+        ),
+    ] = None,
+    starts_per_octave: Annotated[int | None, typer.Option(help="of that grid; default 2", show_default=False)] = None,
+    last: Annotated[int | None, typer.Option(help="positions up to T that are averaged; default 64", show_default=False)] = None,
+    stretches_per_document: Stretches = None,
+    split: SplitOption = None,
+    streams: Streams = None,
+    softmax: Softmax = None,
+    precision: Precision = None,
+) -> None:
+    """Measure how much the predictions at the end of a text owe to its first tokens (Effective Remembrance).
+
+    `farstate remembrance RECORD.json` is the pipeline's stage; `farstate remembrance CHECKPOINT --corpus WHERE` writes its tables
+    for any checkpoint.
+    """
+
+    def work(stage: Stage) -> None:
+        from farstate.evaluation.stages import remembrance_stage
+
+        remembrance_stage(stage)
+
+    _record_or_hand("remembrance", _given(called), work)
+
+
+@app.command()
+def states(
+    called: typer.Context,
+    what: What,
+    output: HandOutput = None,
+    corpus: CorpusOption = None,
+    tokenizer: TokenizerOption = "auto",
+    text_key: TextKey = "text",
+    context: ContextOption = None,
+    device: Device = None,
+    documents: Documents = None,
+    length: Length = None,
+    bins_per_octave: BinsPerOctave = None,
+    samples_per_octave: Annotated[
+        int | None,
+        typer.Option(help="positions at which largest entry and effective rank are taken; default 1", show_default=False),
+    ] = None,
+    stretches_per_document: Stretches = None,
+    split: SplitOption = None,
+    streams: Streams = None,
+    precision: Precision = None,
+) -> None:
+    """Measure mean, deviation and norm of the carried state at every position, by layer and head.
+
+    `farstate states RECORD.json` is the pipeline's stage; `farstate states CHECKPOINT --corpus WHERE` writes its tables for any
+    checkpoint.
+    """
+
+    def work(stage: Stage) -> None:
+        from farstate.evaluation.stages import states_stage
+
+        states_stage(stage)
+
+    _record_or_hand("states", _given(called), work)
+
+
+@app.command()
+def shift(
+    called: typer.Context,
+    what: What,
+    output: HandOutput = None,
+    corpus: CorpusOption = None,
+    tokenizer: TokenizerOption = "auto",
+    text_key: TextKey = "text",
+    context: ContextOption = None,
+    device: Device = None,
+    arm_record: Annotated[
+        Path | None,
+        typer.Option(
+            help="the record of the checkpoint's post-training, or the manifest.json of its result: its states are the reference; "
+            "without it, states that begin from zero",
+            show_default=False,
+        ),
+    ] = None,
+    documents: Documents = None,
+    length: Annotated[int | None, typer.Option(help="longest position; default 8192", show_default=False)] = None,
+    positions: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T,T,…",
+            help="positions whose states are compared; default: T_train · 4^k, and the last that fits",
+            show_default=False,
+        ),
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(help="at most so many, spread over the layers; default 64", show_default=False)
+    ] = None,
+    minimum_states: Annotated[
+        int | None, typer.Option(help="of a class; with fewer there is no number; default 200", show_default=False)
+    ] = None,
+    reference_states: Annotated[
+        int | None, typer.Option(help="states of training that are drawn; default 1000", show_default=False)
+    ] = None,
+    swap_heads: Annotated[
+        int | None, typer.Option(help="heads swapped by drift, and as many at random; default 5", show_default=False)
+    ] = None,
+    swap_position: Annotated[
+        int | None, typer.Option(help="where states are swapped; default: the largest position", show_default=False)
+    ] = None,
+    resamples: Annotated[
+        int | None, typer.Option(help="of the bootstrap over documents; default 1000", show_default=False)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="of all draws; default 0", show_default=False)] = None,
+    stretches_per_document: Stretches = None,
+    split: SplitOption = None,
+    streams: Streams = None,
+    precision: Precision = None,
+) -> None:
+    """Hold states far along against those that training met: distance, two-sample test, novelty, swaps.
+
+    `farstate shift RECORD.json` is the pipeline's stage; `farstate shift CHECKPOINT --corpus WHERE` writes its tables for any
+    checkpoint. Text files are halved by their content, so that the two sides share no document.
+    """
+
+    def work(stage: Stage) -> None:
+        from farstate.evaluation.stages import shift_stage
+
+        shift_stage(stage)
+
+    _record_or_hand("shift", _given(called), work)
 
 
 @app.command()
@@ -289,42 +574,6 @@ def compare(record: Record, output: Output = None) -> None:
         compare_stage(stage)
 
     _run(record, output, "compare", work)
-
-
-@app.command()
-def remembrance(record: Record, output: Output = None) -> None:
-    """Measure how much the predictions at the end of a text owe to its first tokens (Effective Remembrance)."""
-
-    def work(stage: Stage) -> None:
-        from farstate.evaluation.stages import remembrance_stage
-
-        remembrance_stage(stage)
-
-    _run(record, output, "remembrance", work)
-
-
-@app.command()
-def states(record: Record, output: Output = None) -> None:
-    """Measure mean, deviation and norm of the carried state at every position, by layer and head."""
-
-    def work(stage: Stage) -> None:
-        from farstate.evaluation.stages import states_stage
-
-        states_stage(stage)
-
-    _run(record, output, "states", work)
-
-
-@app.command()
-def shift(record: Record, output: Output = None) -> None:
-    """Hold states far along against those the arm's own training met: distance, two-sample test, novelty, swaps."""
-
-    def work(stage: Stage) -> None:
-        from farstate.evaluation.stages import shift_stage
-
-        shift_stage(stage)
-
-    _run(record, output, "shift", work)
 
 
 @app.command("compare-remembrance")

@@ -31,12 +31,15 @@ _GROUP_DOCUMENTS = 1 << 20
 Integers = NDArray[np.int64]
 
 
-def write_store(shards: list[Path], vocabulary_size: int, output: Path) -> None:
+def write_store(shards: list[Path], vocabulary_size: int, output: Path, *, to_train_on: bool = True) -> None:
     """Join results of `write_tokens` into a store in the directory `output`; no token is copied.
 
     `store.json` lists the shards (paths relative to `output`) and counts documents and tokens per split, per length
     (keys are lower edges: "4096" counts lengths 4096 … 8191) and per pile_set_name. `index.parquet` holds the kept documents
     by (split, id). Of documents with the same content in several shards the first is kept.
+
+    Args:
+        to_train_on: whether the training split must hold documents.
 
     Raises:
         FarstateError: a shard is unfinished or does not fit the others or the vocabulary; nothing is left to train on.
@@ -58,7 +61,7 @@ def write_store(shards: list[Path], vocabulary_size: int, output: Path) -> None:
     total = index.num_rows
     index = _first_of_each(index)
     parts = {split: index.filter(pc.equal(index["split"], split)) for split in stage.SPLITS}
-    if not parts["train"].num_rows:
+    if to_train_on and not parts["train"].num_rows:
         raise FarstateError(
             f"corpus: the training split is empty ({index.num_rows} documents in all); lower corpus.split.validation "
             "and corpus.split.test, change corpus.split.salt, or add documents"

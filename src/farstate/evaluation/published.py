@@ -121,7 +121,7 @@ def perplexity_of_text(
         raise FarstateError(f"{text}: is a folder; --text takes one .txt, .jsonl or .parquet file, compressed or not")
     if not text.is_file():
         raise FarstateError(f"{text}: no such file; --text takes one .txt, .jsonl or .parquet file, compressed or not")
-    encoder = load_tokenizer(_tokenizer_of(checkpoint, tokenizer))
+    encoder = load_tokenizer(tokenizer_of(checkpoint, tokenizer))
     joint = None
     if procedure.end_of_text is not None and (joint := encoder.token_to_id(procedure.end_of_text)) is None:
         raise FarstateError(
@@ -289,7 +289,12 @@ class _Documents:
             yield record.utf8.decode()
 
 
-def _tokenizer_of(checkpoint: Path, given: Path | None) -> Path:
+def tokenizer_of(checkpoint: Path, given: Path | None) -> Path:
+    """The tokenizer.json that was given, else the one beside the checkpoint.
+
+    Raises:
+        FarstateError: there is none.
+    """
     if given is not None:
         if not given.exists():
             raise FarstateError(f"{given}: no such file; --tokenizer takes a tokenizer.json")
