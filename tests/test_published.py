@@ -316,10 +316,14 @@ def test_bad_input_is_explained_in_a_line(home: Path, tmp_path: Path) -> None:
     tokenizer = ("--tokenizer", str(home / "transformers/tokenizer.json"))
     good = str(home / "transformers")
     for arguments, match in (
-        ((good,), "not the .json record of a stage; to measure a checkpoint give --text FILE"),
-        (("record.json", "--documents", "3"), "--documents: only with --text"),
+        ((good,), "not the .json record of a stage; to measure a checkpoint give --corpus WHERE with it .* or --text FILE"),
+        (("record.json", "--documents", "3"), "--documents: only with --corpus or --text"),
         (("record.json", "--text", text), "give one of the two"),
         ((good, "--text", text, "--output", "out"), "give one of the two"),
+        ((good, "--text", text, "--corpus", text), "--corpus: not with --text"),
+        ((good, "--text", text, "--length", "64"), "--length: not with --text"),
+        (("record.json", "--corpus", text), "a record says itself which text is read"),
+        (("record.json", "--published", "mamba2-130m"), "--published: only with --text"),
         (("absent", "--text", text), "absent: no such folder or file, and no name on the hub"),
         ((good, "--text", "absent.jsonl"), "absent.jsonl: no such file; --text takes"),
         ((good, "--text", str(tmp_path)), "is a folder; --text takes one"),

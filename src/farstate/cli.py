@@ -127,7 +127,7 @@ def _record_or_hand(rule: str, given: dict[str, Any], work: Callable[[Stage], No
             raise FarstateError(f"{what}: not the .json record of a stage; to measure a checkpoint give --corpus WHERE with it")
         if strange := [name for name in given if name != "output"]:
             raise FarstateError(
-                f"--{strange[0].replace('_', '-')}: only with --corpus; what a stage measures stands in its record"
+                f"--{strange[0].replace('_', '-')}: only with --corpus{' or --text' if rule == 'perplexity' else ''}; what a stage measures stands in its record"
             )
         _run(Path(what), given.get("output"), rule, work)
         return
@@ -390,7 +390,16 @@ def perplexity(
     from farstate.evaluation.stages import perplexity_command
 
     lines = perplexity_command(
-        what, text, text_key, tokenizer, context or 2048, documents, end_of_text, softmax or "padded", device, published
+        what,
+        text,
+        text_key,
+        tokenizer,
+        2048 if context is None else context,
+        documents,
+        end_of_text,
+        softmax or "padded",
+        device,
+        published,
     )
     for line in lines:
         typer.echo(line)

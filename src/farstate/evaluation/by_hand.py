@@ -250,7 +250,7 @@ def _store(
     notice(f"reading {len(files)} file(s): {files[0]}{' …' if len(files) > 1 else ''}")
     identity = [[sha256_file(path) for path in files], sha256_file(given), text_key, kind.trains]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-    root = Path(settings.scratch) / _STORES / digest
+    root = Path(settings.scratch) / _STORES / f"text-{digest}"
     with only_one(root / "lock", "the tokenising of this text"):
         if not (root / "store" / MANIFEST).is_file():
             _write_store(files, corpus, given, text_key, kind, root)
@@ -291,7 +291,7 @@ def _broken(manifest: Mapping[str, Any]) -> list[str]:
         if isinstance(where, Mapping):
             lines.append(f"not finite: {name + ', ' if name else ''}from position {where['position']} on, {where['document']}")
         elif where:
-            lines.append(f"not finite: at position {name}, {len(where)} text(s)")
+            lines.append(f"not finite: at position {name}, {where[0]}")
     return lines
 
 
