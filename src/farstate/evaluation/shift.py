@@ -280,6 +280,7 @@ def measure(
         "heads_of_model": sum(
             run.like.entries(layer).shape[1] for layer in range(len(run.like)) if run.like.entries(layer).shape[2]
         ),
+        "summary": summary(found.shift),
         "references": {name: reference.facts for name, reference in references.items()},
         "comparisons": len(run.heads) * len(positions),
         "broken_at": {str(position): list(where) for position, where in carried.broken.items()} or None,
@@ -294,6 +295,35 @@ def measure(
         "interval": run.resamples.label,
         "n_documents": document_count,
     }
+    return found
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """All heads together, by reference, measure and position: the median and the largest head, and how many lie above their null.
+
+    `above`: heads whose interval lies above their null band; `null_low` and `null_high` are medians over heads; None: no number.
+    """
+    groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["reference"], row["measure"], row["position"]), []).append(row)
+    found = []
+    for (reference, measure, position), heads in groups.items():
+        known = [row for row in heads if row.get("value") is not None]
+        numbers: dict[str, float | None] = dict.fromkeys(("median", "largest", "null", "null_low", "null_high"))
+        if known:
+            values = [row["value"] for row in known]
+            numbers |= {"median": float(np.median(values)), "largest": float(np.max(values))}
+            for name in ("null", "null_low", "null_high"):
+                middle = float(np.median([row[name] for row in known]))
+                numbers[name] = middle if math.isfinite(middle) else None
+        held = [row for row in known if math.isfinite(row["low"]) and math.isfinite(row["null_high"])]
+        found.append(
+            {
+                **{"reference": reference, "measure": measure, "position": position, **numbers},
+                **{"heads": len(heads), "known": len(known), "with_band": len(held)},
+                "above": sum(row["low"] > row["null_high"] for row in held),
+            }
+        )
     return found
 
 
