@@ -10,7 +10,7 @@ from farstate.reports.text import Finding, Row
 
 BASE, CONTROL, PASSING = "base", "control", "state_passing"
 PAPER_HEADS = (
-    "the Fig. 9 shows six picked heads of a Mamba-2; state passing lies higher in layer 4, head 2 and in layer 6, head 4, and most "
+    "Fig. 9 shows six picked heads of a Mamba-2; state passing lies higher in layer 4, head 2 and in layer 6, head 4, and most "
     "heads show nothing. Its values were not digitised."
 )
 
@@ -79,10 +79,11 @@ def _headline(label: str, base: Row) -> str:
 
 def _begins(base: Row) -> str:
     if base["begins"] is None:
-        return "At no position beyond the training length does it differ from its end by more than the simultaneous band."
+        return "In no bin beyond the training length does it differ from its end by more than the simultaneous band."
+    where = "right beyond it" if base["begins"] == base["near_to"] + 1 else f"{base['begins'] / base['near_to']:.2g} × T_train"
     return (
-        f"It leaves the value at the end of training in the bin from position {base['begins']:,} on, "
-        f"{base['begins'] / base['near_to']:.2g} × T_train (simultaneous over all bins beyond it)."
+        f"It leaves the value at the end of training in the bin from position {base['begins']:,} on, {where} (simultaneous over all "
+        "bins beyond the training length)."
     )
 
 
@@ -118,8 +119,8 @@ def _together(summary: Mapping[str, Row]) -> list[Finding]:
     found = []
     if passing is not None and text.finite(passing.get("n_bins")) and passing["n_above_base_beyond"] > 0:
         words = (
-            "State passing does not work by keeping the state small: beyond the training length its standard deviation exceeds "
-            "the base's. What counts is whether the states were met in training, not their size."
+            "Beyond the training length the state-passing model's standard deviation exceeds the base's: whatever it repairs, it does "
+            "not repair it by keeping the state small. The paper's reading: the shift counts, not the size."
         )
         if (
             control is not None

@@ -330,10 +330,11 @@ def _sheet(
             for start in range(0, len(maps), 3):
                 above.append({"hconcat": maps[start : start + 3], "spacing": 28})
             if ranked := _ranked(rows):
-                below.append({"hconcat": [state_charts.static_ranking(f"{label}: heads by drift", ranked, styles)]})
+                below.append(state_charts.static_ranking(f"{label}: heads by drift", ranked, styles))
         # Maps colour drift, everything else arms: one legend each.
-        arms = {"vconcat": [*below, *sheet["vconcat"]], "spacing": sheet["spacing"], "resolve": sheet["resolve"]}
-        sheet |= {"vconcat": [*above, arms], "resolve": {"scale": {"color": "independent"}}}
+        rankings = [{"hconcat": below[start : start + 3], "spacing": 28} for start in range(0, len(below), 3)]
+        arms = {"vconcat": [*rankings, *sheet["vconcat"]], "spacing": sheet["spacing"], "resolve": sheet["resolve"]}
+        sheet |= {"vconcat": [*above, arms], "resolve": {"scale": dict.fromkeys(("color", "shape"), "independent")}}
     return sheet
 
 
