@@ -486,6 +486,10 @@ def test_what_the_page_prints_of_the_parameters() -> None:
         "posttrain.recipe.peak_learning_rate": "a tenth of the pre-training rate",
     }
     two = {"order": ["small", "other"], "models": {"other": small, "small": small}}
+    about = _context(FIGURES["fig1"], report | two, {"comparison": [{"models": {"small": sizes, "other": sizes}}]})
+    rows = {row["name"]: row["value"] for row in about["parameters"]}
+    assert rows["models.small"] == "as models.other"
+    assert rows["posttrain.seeds"] == "0, 1"
     both = {"comparison": [{"key": "k", "models": {"small": sizes, "other": sizes}}]}
     assert [*_context(FIGURES["fig1"], report | two, both)["models"]] == ["small", "other"]
     assert "uncommitted" not in about["provenance"]["commit"]
@@ -517,6 +521,12 @@ def test_what_the_page_prints_of_the_parameters() -> None:
     assert about["models"]["small"]["parameters"] == 10
     assert (about["provenance"]["shift 1"], about["provenance"]["shift 2"]) == ("s", "t")
     assert about["budget"] == ""
+    bare["figure"] = {"warmups": [0.1, 0.25], "seeds": [0, 1], "length": None}
+    several = _context(FIGURES["fig11"], bare, manifest)
+    rows = {row["name"]: row["value"] for row in several["parameters"]}
+    assert several["provenance"]["pre-training seeds"] == [0, 1]
+    assert rows["figure.warmups"] == "0.1, 0.25"
+    assert not {"figure.length", "pretrain.seed"} & rows.keys()
     assert "post-training seeds" not in about["provenance"]
 
 

@@ -393,6 +393,8 @@ def test_free_needs_the_whole_interval_below_the_margin() -> None:
     assert "2 of 2 settings repair, and free of cost on short contexts (below 0.02 nats) is 0.005." in lead
     lead, _ = family_text.cost("m", [setting(0.015, 0.01)], base, 0.02)
     assert "1 of 1 settings repairs, none of them free: the cheapest" in lead
+    lead, _ = family_text.cost("m", [setting(0.015, 0.03)], base, 0.02)
+    assert "none of them shown to be free (below 0.02 nats): the cheapest" in lead
 
 
 def test_a_series_that_the_tables_lack_is_named(tmp_path: Path) -> None:

@@ -341,7 +341,7 @@ def _number(item: Item, name: str) -> tuple[float | None, float | None, float | 
 def _axis(family: str, axis: str) -> tuple[str, str]:
     """The title of the horizontal axis and the format of its ticks."""
     if family == "snapshots":
-        return f"training tokens ÷ ({CHINCHILLA} × parameters), multiples of Chinchilla", ".2~g"
+        return "tokens, multiples of Chinchilla", ".2~g"
     return axis, {"training context, tokens": ",d", "warm-up, share of the steps": "~%", "post-training steps": ",d"}.get(
         axis, "~g"
     )

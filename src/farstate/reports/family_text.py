@@ -74,6 +74,10 @@ def apart(one: Row, other: Row, name: str) -> int | None:
 
 def contexts(panel: str, items: Sequence[Item]) -> tuple[str, list[Finding]]:
     """Training contexts at equal tokens: does a longer one prevent the failure or move it?"""
+    if len(items) == 1:
+        return f"{panel}: one training context only ({items[0].label}), so there is none to compare it with.", _contexts_numbers(
+            items
+        )
     kinds = [status(item.row) for item in items]
     failing = [item for item, kind in zip(items, kinds, strict=True) if kind in (BEYOND, BROKEN)]
     rest = [item for item, kind in zip(items, kinds, strict=True) if kind not in (BEYOND, BROKEN)]
@@ -308,7 +312,19 @@ def sigmas(panel: str, items: Sequence[Item], base: Row | None, control: Row | N
             + lead.removeprefix(f"{panel}: ").capitalize()
         )
     low, high = known[0], known[-1]
-    found = [
+    found = []
+    own = min(
+        (item for item in known if finite(item.row.get("excess_nll"))), key=lambda item: item.row["excess_nll"], default=best
+    )
+    if own is not best:
+        found.append(
+            Finding(
+                "By own windows",
+                f"The least far excess over a model's own windows has {own.label}, {far(own.row)}, at a short-context cost of {_cost(own.row)}: "
+                "that reference has lost too.",
+            )
+        )
+    found += [
         Finding("Too small", _end(low, best, "excess_nll", "leaves a far excess (own windows) of", base)),
         Finding("Too large", _end(high, best, "short_context_cost", "costs inside the training length", None)),
         Finding(
@@ -374,7 +390,9 @@ def cost(panel: str, items: Sequence[Item], base: Row | None, margin: float) -> 
                 f"{what}, and free of cost on short contexts (below {margin:g} nats) is {listing([item.label for item in free])}."
             )
         elif cheapest is not None:
-            lead = f"{what}, none of them free: the cheapest, {cheapest.label}, costs {_cost(cheapest.row)} on short contexts against the base model."
+            priced = all((item.row.get("short_context_cost_low") or 0.0) > 0.0 for item in repairing)
+            none = "none of them free" if priced else f"none of them shown to be free (below {margin:g} nats)"
+            lead = f"{what}, {none}: the cheapest, {cheapest.label}, costs {_cost(cheapest.row)} on short contexts against the base model."
         else:
             lead = f"{what}; what they cost was not measured."
     found = []

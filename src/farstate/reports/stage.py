@@ -43,7 +43,11 @@ def report_stage(wanted: Mapping[str, Any], folder: Path) -> None:
     inputs = {role: [Path(directory) for directory in directories] for role, directories in wanted["inputs"].items()}
     if missing := [role for role in about.roles if not inputs.get(role)]:
         raise FarstateError(f"{wanted['figure']}: no directory given for {', '.join(missing)}, which the page shows")
-    manifests = {role: [read_manifest(directory) for directory in directories] for role, directories in inputs.items()}
+    # A result's key is the end of its directory's name.
+    manifests = {
+        role: [{"key": directory.name} | read_manifest(directory) for directory in directories]
+        for role, directories in inputs.items()
+    }
     # Each kind of page has a module of its own; only the one that draws is loaded.
     module = importlib.import_module(f"farstate.reports.{about.draws}")
     module.draw(
@@ -134,19 +138,25 @@ def _printed(about: About, report: dict[str, Any]) -> list[dict[str, Any]]:
     """
     rows = []
     trained_here = any(model["shape"] for model in report["models"].values())
+    shapes: dict[str, str] = {}
     for name, model in report["models"].items():
         value = "of the published checkpoint"
         if model["shape"] is not None:
-            value = ", ".join(f"{key} {_shown(item)}" for key, item in model["shape"].items() if item is not None)
-        rows.append(
-            {"name": f"models.{name}", "value": f"{model['architecture']}: {value}", "assumed": model["shape"] is not None}
-        )
+            value = ", ".join(f"{key} {_shown(item, key)}" for key, item in model["shape"].items() if item is not None)
+        value = f"{model['architecture']}: {value}"
+        first = shapes.setdefault(value, name)
+        if first != name and model["shape"] is not None:
+            value = f"as models.{first}"
+        rows.append({"name": f"models.{name}", "value": value, "assumed": model["shape"] is not None})
+    several = "pre-training seeds" in _pretraining_seeds(report) if "pretrain" in report else False
+    hidden = (*_ELSEWHERE, *(("pretrain.seed",) if several else ()))
     given = [
         (key, value, None)
         for part in _PARTS
         if report.get(part) and (part != "pretrain" or trained_here)
         for key, value in flatten(report[part], part).items()
-        if value != {} and not key.endswith(".initial_state") and key not in _ELSEWHERE
+        if value != {} and not key.endswith(".initial_state") and key not in hidden
+        if value is not None or part != "figure"
     ]
     for key, value, model_name in [*given, *_changes(report)]:
         path = key.split(".")
@@ -171,11 +181,12 @@ def _printed(about: About, report: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: Any, name: str = "") -> Any:
+    """A value as it is printed: the ends of a range, or all members of a list."""
     if isinstance(value, list | tuple):
         if any(isinstance(item, list | tuple) for item in value):
             return ", ".join("/".join(map(str, item)) for item in value)
-        return " to ".join(map(str, value)) if len(value) == 2 and None not in value else ", ".join(map(str, value))
+        return (" to " if name.endswith(("_range", "_limit")) and None not in value else ", ").join(map(str, value))
     return value
 
 
