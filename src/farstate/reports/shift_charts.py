@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,9 +158,14 @@ def _frame(heading: str, height: int) -> Spec:
 def _curve_layers(measure: Measure, styles: Sequence[ArmStyle], context: int, *, static: bool) -> list[Spec]:
     names = [style.name for style in styles]
     colours = [colour_on(style, dark=False) if static else colour_signal(style) for style in styles]
-    legend: Spec | None = {"title": None, "orient": "top", "columns": 2, "labelLimit": 200} if static else None
+    legend: Spec | None = None
+    if static:
+        labels = json.dumps({style.name: style.label for style in styles}, ensure_ascii=False)
+        legend = {"title": None, "orient": "top", "labelExpr": f"{labels}[datum.label]", "labelLimit": 300, "columnPadding": 22}
     soft: Any = "#5c636b" if static else {"expr": "soft"}
-    colour: Spec = {"field": "arm", "type": "nominal", "scale": {"domain": names, "range": colours}, "legend": legend}
+    # A legend that one layer switches off is gone for all of them: those without one only leave it out.
+    bare: Spec = {"field": "arm", "type": "nominal", "scale": {"domain": names, "range": colours}}
+    colour: Spec = {**bare, "legend": legend}
     shape: Spec = {
         **{"field": "arm", "type": "nominal", "legend": legend},
         "scale": {"domain": names, "range": [style.shape for style in styles]},
@@ -187,7 +193,7 @@ def _curve_layers(measure: Measure, styles: Sequence[ArmStyle], context: int, *,
                 "x": x,
                 "y": {**y, "field": "null_low"},
                 "y2": {"field": "null_high"},
-                "color": {**colour, "legend": None},
+                "color": bare,
                 "detail": curve,
             },
         },
@@ -199,12 +205,12 @@ def _curve_layers(measure: Measure, styles: Sequence[ArmStyle], context: int, *,
         {
             "transform": [{"filter": "datum.kind === 'largest'"}],
             "mark": {"type": "line", "strokeWidth": 1, "strokeDash": [3, 3], "aria": False},
-            "encoding": {"x": x, "y": y, "color": {**colour, "legend": None}, "detail": curve},
+            "encoding": {"x": x, "y": y, "color": bare, "detail": curve},
         },
         {
             "transform": medians,
             "mark": {"type": "line", "strokeWidth": 2, "aria": False},
-            "encoding": {"x": x, "y": y, "color": {**colour, "legend": None}, "detail": curve},
+            "encoding": {"x": x, "y": y, "color": bare, "detail": curve},
         },
         {
             "transform": medians,
@@ -217,8 +223,8 @@ def _curve_layers(measure: Measure, styles: Sequence[ArmStyle], context: int, *,
             "encoding": {
                 "x": x,
                 "y": y,
-                "color": {**colour, "legend": None},
-                "shape": {**shape, "legend": None},
+                "color": bare,
+                "shape": shape,
                 "tooltip": _TOOLTIP,
             },
         },
@@ -296,7 +302,8 @@ def _swap_layers(*, static: bool) -> list[Spec]:
         else [{"expr": f"dark ? '{dark}' : '{light}'"} for light, dark in zip(_SOURCE_COLOURS, _SOURCE_ON_DARK, strict=True)]
     )
     legend = {"title": "replaced by", "orient": "top", "labelLimit": 220}
-    colour: Spec = {"field": "source", "type": "nominal", "scale": {"domain": list(_SOURCES), "range": range_}, "legend": legend}
+    bare: Spec = {"field": "source", "type": "nominal", "scale": {"domain": list(_SOURCES), "range": range_}}
+    colour: Spec = {**bare, "legend": legend}
     shape: Spec = {
         **{"field": "source", "type": "nominal", "legend": legend},
         "scale": {"domain": list(_SOURCES), "range": ["circle", "square"]},
@@ -317,7 +324,6 @@ def _swap_layers(*, static: bool) -> list[Spec]:
         "y": y,
         "yOffset": {"field": "source", "type": "nominal", "sort": list(_SOURCES), "scale": {"paddingOuter": 0.5}},
     }
-    bare = {**colour, "legend": None}
     moved: list[Spec] = [{"filter": "datum.kind !== 'excess'"}]
     return [
         {"data": {"values": [{"value": 0}]}, "mark": {"type": "rule", "color": ink, "aria": False}, "encoding": {"x": x}},

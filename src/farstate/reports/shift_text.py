@@ -240,4 +240,4 @@ def _estimate(row: Row) -> str:
 
 def signed(value: Any) -> str:
     """Nats with their sign."""
-    return f"{value:+.3f}" if text.finite(value) else text.NONE
+    return f"{value:+.3f}".replace("-", "−") if text.finite(value) else text.NONE
