@@ -1,0 +1,264 @@
+"""The page of shifts: sentences by rule from invented tables, files, layout in a browser."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import altair
+import polars as pl
+import pytest
+
+from farstate.errors import FarstateError
+from farstate.evaluation.shift import ASSOCIATION_SCHEMA, MEASURES, SHIFT_SCHEMA, SWAPS_SCHEMA, summary
+from farstate.evaluation.swap_effects import explains
+from farstate.files import write_manifest
+from farstate.reports import shift
+from farstate.reports.figures import FIGURES
+from farstate.reports.page import MAXIMUM_BYTES, OUTPUTS
+from test_reports_curves import CHROMIUM, LAYOUT, needs_chromium, page_data, visit
+
+POSITIONS, CONTEXT, HEADS = (16, 64, 250), 16, 8
+INTERVAL = "95 % bootstrap over 24 documents"
+
+
+def write_run(
+    folder: Path,
+    arm: str,
+    *,
+    seed: int = 0,
+    new: float = 1.0,
+    excess: float = 0.0,
+    effect: float = 0.0,
+    reason: str = "",
+    chains: int = 0,
+) -> Path:
+    """Tables of a run whose states lie `new` times as far from training as they should at the last position."""
+    folder.mkdir(parents=True)
+    named: dict[str, Any] = {"model": "m", "arm": arm, "seed": seed, "train_length": CONTEXT}
+    rows = []
+    for reference in ("own training", "zero start"):
+        for head in range(HEADS):
+            for place, position in enumerate(POSITIONS):
+                for measure in MEASURES:
+                    grown = new ** (place / (len(POSITIONS) - 1))
+                    value = {
+                        "novelty": grown,
+                        "sliced_wasserstein": 0.1 * grown,
+                        "accuracy": 1 - 0.5 / grown,
+                        "auc": 1 - 0.5 / grown,
+                    }[measure]
+                    null = {"novelty": 1.0, "sliced_wasserstein": 0.1, "accuracy": 0.5, "auc": 0.5}[measure]
+                    numbers: dict[str, Any] = {"reason": reason}
+                    if not reason:
+                        numbers = {"value": value, "low": 0.95 * value, "high": 1.05 * value, "interval": INTERVAL}
+                        numbers |= {"null": null, "null_low": 0.9 * null, "null_high": 1.1 * null}
+                    counts = {"n_states": 300, "n_documents": 24, "n_reference": 1000, "n_reference_documents": 30}
+                    where = {
+                        "layer": head // 4,
+                        "head": head % 4,
+                        "position": position,
+                        "reference": reference,
+                        "measure": measure,
+                    }
+                    rows.append({**named, **where, **counts, **numbers})
+    swaps = [_swap("untouched", "none", False, excess)]
+    for source, change in (("training state", effect), ("other document", 0.0)):
+        for group, share in (("top", 1.0), ("random", 0.1)):
+            swaps += [_swap(group, source, False, 0.1 * share * change, layer=0, head=head, heads=1) for head in range(2)]
+            swaps += [_swap(group, source, together, share * change, heads=2) for together in (False, True)]
+        swaps.append(_swap("all", source, True, 1.5 * change, heads=HEADS))
+    for together in (False, True):
+        swaps.append(_swap("top − random", "training state", together, 0.9 * effect))
+        swaps.append(_swap("top", "training state − other document", together, effect))
+    if reason:
+        swaps = [swaps[0], {**_swap("top", "training state", False, None), "reason": reason}]
+    association = [
+        {
+            **{"position": position, "reference": "own training", "across": "documents", "layer": head // 4, "head": head % 4},
+            **{"predictor": "novelty", "outcome": "excess_nll", "n": 24, "reason": reason or None},
+            **(
+                {}
+                if reason
+                else {"value": 0.1 * head, "low": -0.3, "high": 0.9, "p": 0.001, "p_holm": 0.008 if head == 7 else 0.5}
+            ),
+        }
+        for head in range(HEADS)
+        for position in POSITIONS
+    ]
+    pl.DataFrame(rows, schema=SHIFT_SCHEMA).write_parquet(folder / "shift.parquet")
+    pl.DataFrame([{**named, **row} for row in association], schema=ASSOCIATION_SCHEMA).write_parquet(
+        folder / "association.parquet"
+    )
+    pl.DataFrame([{**named, **row} for row in swaps], schema=SWAPS_SCHEMA).write_parquet(folder / "swaps.parquet")
+    met = {
+        **{"states": 1000, "documents": 30, "chains": chains, "initial_state": "zero" if not chains else "state_passing"},
+        **{"steps": 20 if chains else None, "rows_replayed": 8, "rows_of_a_batch": 16, "age_median": 40.0, "age_largest": 300},
+        **{"null_states": [300, 300, 300], "null_documents": 24},
+    }
+    contents = {
+        **{"labels": {key: named[key] for key in ("model", "arm", "seed")}, "context": CONTEXT, "parameters": 40_000},
+        **{"parameters_without_embeddings": 10_000, "positions": list(POSITIONS), "swap_position": POSITIONS[-1]},
+        **{
+            "summary": summary(rows),
+            "swaps": {"explains": explains(swaps)},
+            "references": {"own training": met, "zero start": met},
+        },
+        **{"interval": INTERVAL, "comparisons": HEADS * len(POSITIONS), "documents": 24, "stretches": 300, "broken_at": None},
+    }
+    write_manifest(folder, contents, ["shift.parquet", "association.parquet", "swaps.parquet"])
+    return folder
+
+
+def _swap(group: str, source: str, together: bool, value: float | None, **more: Any) -> dict[str, Any]:
+    ends = {} if value is None else {"low": value - 0.01, "high": value + 0.01}
+    row = {
+        "position": POSITIONS[-1],
+        "group": group,
+        "source": source,
+        "together": together,
+        "value": value,
+        "interval": INTERVAL,
+    }
+    return {
+        "layer": None,
+        "head": None,
+        "heads": None,
+        "drift": None,
+        "reason": None,
+        "n_texts": 300,
+        "n_documents": 24,
+        **row,
+        **ends,
+        **more,
+    }
+
+
+def context(**changes: Any) -> dict[str, Any]:
+    card = {"parameters": 40_000, "parameters_without_embeddings": 10_000, "training_tokens": 10**6, "context": CONTEXT}
+    return {
+        "models": {"m": {**card, "label": "small (40K)", "architecture": "mamba2", "paper_model": None}},
+        "scale": "test",
+        "budget": "20 post-training steps of 100 tokens",
+        "parameters": [{"name": "shift.length", "value": 256}],
+        "provenance": {"commit": "abc"},
+        "note": "Synthetic tables.",
+        **changes,
+    }
+
+
+def build(folder: Path, directories: list[Path], **changes: Any) -> dict[str, Path]:
+    output = {kind: folder / f"shift.{kind}" for kind in OUTPUTS}
+    shift.draw(FIGURES["shift"], {"shift": directories}, output, context(**changes), {"figure": "shift"})
+    return output
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("shift-page")
+    return build(
+        root,
+        [
+            write_run(root / "passing.s1", "state_passing", seed=1, new=1.02, chains=90),
+            write_run(root / "passing.s0", "state_passing", new=1.02, chains=90),
+            write_run(root / "base", "base", new=40.0, excess=1.0, effect=-0.6),
+            write_run(root / "control", "control", new=30.0, excess=0.9, effect=0.05),
+        ],
+    )
+
+
+def words_of(output: dict[str, Path]) -> str:
+    markup = re.sub(r"<script.*?</script>|<style.*?</style>", "", output["html"].read_text(encoding="utf-8"), flags=re.S)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", markup))
+
+
+def test_the_page_says_what_the_tables_hold(drawn: dict[str, Path]) -> None:
+    words = words_of(drawn)
+    assert "at t = 250 all 8 heads of the base model are in states that training did not meet" in words
+    assert "in the median head 40.0 times that among training states (inside training 1.00)" in words
+    assert "After state passing, seed 0: 0 of 8 heads, median 1.02." in words
+    assert re.search(r"Does it explain the excess of base \(no post-training\)\? Yes, in part", words)
+    assert "change it by −0.600 (−0.610 to −0.590)" in words
+    assert re.search(r"Does it explain the excess of zero-init control\? Not shown", words)
+    assert re.search(r"excess of state passing, seed 1\? There is nothing to explain", words)
+    assert "1 of 8 heads at t = 250" in words
+    assert "24 heads and positions are compared with each measure" in words
+    assert "Passed states carry a mixture of many documents" in words
+    assert "8 of 16 rows of each" in words
+    for path in drawn.values():
+        assert path.stat().st_size > 1000
+    assert drawn["html"].stat().st_size < MAXIMUM_BYTES
+    table = pl.read_parquet(drawn["parquet"])
+    assert set(table["arm"]) == {"base", "control", "state_passing"}
+    assert set(table["reference"]) == {"own training", "zero start"}
+
+
+def test_specifications_are_valid_vega_lite(drawn: dict[str, Path]) -> None:
+    charts = {chart["id"]: chart for chart in page_data(drawn["html"].read_text(encoding="utf-8"))["charts"]}
+    assert len(charts) == 3 + 2 * 3 + 3
+    for name in ("novelty-0", "strip-accuracy-1-0", "swaps-0-0"):
+        altair.LayerChart.from_dict(charts[name]["spec"])
+
+
+def test_states_that_are_not_new_are_called_so(tmp_path: Path) -> None:
+    words = words_of(build(tmp_path, [write_run(tmp_path / "base", "base", new=1.01)]))
+    assert "the states of the base model at t = 250 are not new" in words
+    assert "There is no zero-init control here to compare with" in words
+    assert "Passed states carry a mixture" not in words
+
+
+def test_without_numbers_the_page_gives_the_reason(tmp_path: Path) -> None:
+    reason = "60 training states; a test needs 200 (shift.minimum_states)"
+    output = build(tmp_path, [write_run(tmp_path / "base", "base", reason=reason)])
+    words = words_of(output)
+    assert "nothing can be said of the states at t = 250" in words
+    assert reason in words
+    assert page_data(output["html"].read_text(encoding="utf-8"))["charts"] == []
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "base", "base")
+    with pytest.raises(FarstateError, match="of which the context says nothing"):
+        build(tmp_path, [folder], models={})
+    pl.read_parquet(folder / "swaps.parquet").drop("group").write_parquet(folder / "swaps.parquet")
+    with pytest.raises(FarstateError, match="column group is missing"):
+        build(tmp_path, [folder])
+    (folder / "shift.parquet").unlink()
+    with pytest.raises(FarstateError, match="no such file"):
+        build(tmp_path, [folder])
+
+
+@pytest.mark.browser
+@needs_chromium
+@pytest.mark.parametrize(("width", "dark"), [(420, False), (1400, True)])
+def test_the_page_fits(drawn: dict[str, Path], tmp_path: Path, width: int, dark: bool) -> None:
+    assert CHROMIUM is not None
+    probe = (
+        LAYOUT
+        + """
+out.drawn = Number(document.documentElement.dataset.drawn);
+out.requests = performance.getEntriesByType('resource').map((entry) => entry.name).filter((name) => !name.startsWith('data:'));
+const buttons = [...document.querySelectorAll('[data-arm]')]; buttons[1].click(); await wait(200);
+out.one = buttons.filter((b) => b.getAttribute('aria-pressed') === 'true').length;
+buttons[1].click(); await wait(200);
+const cell = document.querySelector('#strip-novelty-0-0 .mark-rect path');
+const box = cell.getBoundingClientRect();
+for (const kind of ['pointerover', 'pointermove', 'mousemove']) {
+  cell.dispatchEvent(new PointerEvent(kind, { clientX: box.x + box.width / 2, clientY: box.y + box.height / 2, bubbles: true }));
+}
+await wait(300);
+out.tooltip = (document.getElementById('vg-tooltip-element') || {}).textContent || '';
+out.legend = document.getElementById('swaps-0-0').textContent;
+"""
+    )
+    found, console = visit(drawn["html"], tmp_path, probe, width, dark=dark)
+    assert console == []
+    assert found["drawn"] == len(page_data(drawn["html"].read_text(encoding="utf-8"))["charts"])
+    assert (found["requests"], found["one"]) == ([], 1)
+    assert found["overflow"] <= 0
+    assert found["clipped"] == []
+    assert [pair for pair in found["overlaps"] if "✕" not in pair] == []
+    for part in ("arm", "layer", "head", "position t", "interval", "inside training"):
+        assert part in found["tooltip"], found["tooltip"]
+    assert "other document" in found["legend"]
