@@ -75,6 +75,20 @@ def test_series_of_every_figure_that_varies_something(params: Params) -> None:
     ], "the usual value is part of each sweep; a rate was not asked for"
 
 
+@pytest.mark.parametrize("warmups", [[0.1, 0.25], [0.25, 0.1]])
+def test_warmups_are_paired_with_the_shortest(warmups: list[float], data: dict[str, Any]) -> None:
+    plan = plan_of(put(data, "figures.fig11.warmups", warmups))
+    (comparison,) = plan.pages["fig11"].inputs["comparison"]
+    assert comparison.params["figure"]["pairs"] == [
+        {
+            "model": "tiny.warmup-0.25.tokens-10000",
+            "arm": "base",
+            "against_model": "tiny.tokens-10000",
+            "against_arm": "base",
+        }
+    ]
+
+
 def test_rates_are_varied_one_at_a_time(data: dict[str, Any]) -> None:
     params = validate(put(data, "figures.cost.vary_peak_learning_rate", [3.0e-4, 1.5e-3]), "test")
     assert [one for one in series(params, "cost") if one[0] == RATE_AXIS] == [

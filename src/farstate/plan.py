@@ -418,8 +418,9 @@ class Plan:
             }
             return {"controls": controls}
         if isinstance(figure, WarmUpsFigure):
+            shortest_last = sorted(runs, key=lambda run: -run.origin.recipe.warmup)
+            firsts = {run.origin.model: run.origin.name for run in shortest_last}
             names = list(dict.fromkeys((run.origin.model, run.origin.name) for run in runs))
-            firsts = dict(reversed(names))
             pairs = [
                 {"model": name, "arm": BASE, "against_model": firsts[model], "against_arm": BASE}
                 for model, name in names

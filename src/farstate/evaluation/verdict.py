@@ -185,6 +185,9 @@ def judge(
     # Resampled stretches say nothing about other documents, of which more would be read.
     if outcome == "UNDECIDED" and np.all(np.isfinite(low)) and resampled.kind in ("documents", "documents and stretches"):
         would_be, needed = to_decide(gap, (high - low) / 2.0, tolerance, len(set(documents)))
+        # From MANY_DOCUMENTS on each half has only half of the documents, of which it has all below.
+        if halves.by == "stretches" and needed >= MANY_DOCUMENTS:
+            needed *= 2.0
     return Verdict(
         outcome,
         t_star,
@@ -209,8 +212,8 @@ def to_decide(gap: Floats, half: Floats, tolerance: float, documents: int) -> tu
     Assumed: estimates stay as they are, and half-widths shrink as 1/√n with the number n of documents. Then FAIL needs
     one position with gap > tolerance and half-width below their distance, PASS a half-width below tolerance − gap at
     every position: n = documents · (half / |gap − tolerance|)², its minimum over the positions above the tolerance where there
-    are any, else its maximum over all. The band's critical value falls too as documents are added, so that n errs on the
-    large side; and an estimate that does not stay can turn the answer round.
+    are any, else its maximum over all. With exactly n the chance of a decision is about a half, since estimates do not stay as
+    they are; they can turn the answer round too.
 
     Args:
         gap, half: of every position, shape (positions,), nats; finite.
