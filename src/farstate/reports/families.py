@@ -597,6 +597,10 @@ def _sheet(
     intervals = sorted(set(verdicts.filter(polars.col("seed").is_null())["interval"].drop_nulls()))
     if intervals:
         subtitle.append(f"{'Bands and bars' if kind.metrics else 'Bars'}: {'; '.join(intervals)}.")
+    marked = f"far excess within {groups[0].items[0].row['tolerance']:g} nats" + (
+        f", cost below {FREE:g}" if _COST in kind.quantities else ""
+    )
+    subtitle.append(f"Dotted lines: {marked}.")
     lone = len(groups) == 1
     if kind.metrics:
         further = {
