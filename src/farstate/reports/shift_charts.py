@@ -161,7 +161,14 @@ def _curve_layers(measure: Measure, styles: Sequence[ArmStyle], context: int, *,
     legend: Spec | None = None
     if static:
         labels = json.dumps({style.name: style.label for style in styles}, ensure_ascii=False)
-        legend = {"title": None, "orient": "top", "labelExpr": f"{labels}[datum.label]", "labelLimit": 300, "columnPadding": 22}
+        legend = {
+            "title": None,
+            "orient": "top",
+            "symbolOpacity": 1,
+            "labelExpr": f"{labels}[datum.label]",
+            "labelLimit": 300,
+            "columnPadding": 22,
+        }
     soft: Any = "#5c636b" if static else {"expr": "soft"}
     # A legend that one layer switches off is gone for all of them: those without one only leave it out.
     bare: Spec = {"field": "arm", "type": "nominal", "scale": {"domain": names, "range": colours}}
@@ -301,7 +308,7 @@ def _swap_layers(*, static: bool) -> list[Spec]:
         if static
         else [{"expr": f"dark ? '{dark}' : '{light}'"} for light, dark in zip(_SOURCE_COLOURS, _SOURCE_ON_DARK, strict=True)]
     )
-    legend = {"title": "replaced by", "orient": "top", "labelLimit": 220}
+    legend = {"title": "replaced by", "orient": "top", "symbolOpacity": 1, "labelLimit": 220}
     bare: Spec = {"field": "source", "type": "nominal", "scale": {"domain": list(_SOURCES), "range": range_}}
     colour: Spec = {**bare, "legend": legend}
     shape: Spec = {
