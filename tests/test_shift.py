@@ -23,7 +23,9 @@ from farstate.evaluation.texts import select
 from farstate.files import read_manifest
 from farstate.models.checkpoints import load_model, save_model
 from farstate.models.head import token_nll
+from farstate.models.hybrid.shape import HybridConfig
 from farstate.models.language_model import LanguageModel
+from farstate.models.mamba1.shape import Mamba1Config
 from farstate.models.mamba2.shape import Mamba2Config
 from farstate.params import Evaluate
 from test_shift_states import ARMS, CONFIG, CONTEXT, VOCABULARY, make_store, record
@@ -156,6 +158,28 @@ def test_arms_are_held_against_their_own_training(root, base, tmp_path, arm):
     assert (facts["chains"] > 0) == (arm == "passing")
     if arm in ("passing", "tbtt"):
         assert facts["age_largest"] > CONTEXT
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Mamba1Config(width=8, layers=2, state_size=4, vocabulary_size=VOCABULARY),
+        HybridConfig(
+            width=16, layers=2, state_size=8, head_size=8, attention_every=2, attention_heads=2, attention_window=4,
+            vocabulary_size=VOCABULARY,
+        ),
+    ],
+    ids=lambda config: config.architecture,
+)  # fmt: skip
+def test_other_architectures(root, tmp_path, config):
+    """A channel is a head in Mamba-1; the hybrid's attention layer has no recurrence and its cache goes along with a swapped state."""
+    save_model(LanguageModel(config, torch.Generator().manual_seed(0)), tmp_path / "model")
+    found = run(root, tmp_path / "out", "passing", checkpoint=tmp_path / "model", heads=2, minimum_states=10)
+    assert found["shift"]["reason"].null_count() == found["shift"].height
+    layers = {0, 1} if config.architecture == "mamba1" else {0}
+    assert set(found["shift"]["layer"]) == layers
+    assert found["manifest"]["heads_of_model"] == (32 if config.architecture == "mamba1" else 4)
+    assert found["swaps"].filter(pl.col("group") == "all")["value"].null_count() == 0
 
 
 def test_control_met_zero_starts(root, base, tmp_path):
