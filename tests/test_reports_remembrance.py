@@ -253,7 +253,8 @@ def test_a_broken_arm_is_said_to_be_and_not_drawn(paper: dict[str, Path]) -> Non
 @pytest.mark.parametrize("which", ["demo", "paper"])
 def test_the_specifications_are_valid_and_drawn(which: str, request: pytest.FixtureRequest) -> None:
     output = request.getfixturevalue(which)
-    for chart in page_data(output["html"].read_text(encoding="utf-8"))["charts"][:2]:
+    # Validating takes a second: the curves of the one, the paper's points of the other.
+    for chart in page_data(output["html"].read_text(encoding="utf-8"))["charts"][:1]:
         altair.LayerChart.from_dict(chart["spec"])
     sheet = json.loads(output["json"].read_text())
     assert len(sheet["vconcat"][0]["hconcat"]) == len(remembrance_charts.MEASURES)
@@ -312,6 +313,7 @@ def test_pages_of_perplexity_hold_the_section(tmp_path: Path) -> None:
     assert {"remembrance-total_variation", "ppl"} <= set(data["extents"])
     sheet = json.loads(output["json"].read_text())
     assert len(sheet["vconcat"]) == 2
+    assert len(sheet["vconcat"][1]["hconcat"]) == 1
     assert "T_train tokens left" in output["svg"].read_text()
 
 
@@ -358,6 +360,7 @@ def test_a_flat_memory_is_called_flat(tmp_path: Path) -> None:
     said = texts_of(comparison(tmp_path, train_length=128, **shaped), train_length=128)
     assert "Base: flat until the training length is reached, then sharp, as the paper's GLA" in said
     assert "State passing: no flat stretch" in said
+    assert "is there with 129 tokens left: base " in said
     assert "state passing (" in said
     assert "depends more on what lies farther back" in said
 

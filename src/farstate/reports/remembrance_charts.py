@@ -109,26 +109,31 @@ def static_panel(panel: Panel, styles: Sequence[ArmStyle], heading: str, y_range
 
 
 def static_rows(panels: Sequence[Panel], styles: Sequence[ArmStyle], *, legend: bool) -> list[Spec]:
-    """A row per model, its measures side by side."""
+    """Panels side by side: those of a model in a row; of several models with one panel each, three to a row.
+
+    Without a legend they stand among other charts, and say what they are.
+    """
     ranges = extents(panels)
     models = list(dict.fromkeys(panel.model for panel in panels))
-    rows = []
-    for model in models:
-        columns = [
-            static_panel(
-                panel,
-                styles,
-                panel.measure.title if len(models) == 1 else f"{panel.title}: {panel.measure.title}",
-                joined(ranges.get(metric(panel.measure), {}), "all"),
-                legend=legend,
-            )
-            for panel in panels
-            if panel.model == model
-        ]
-        rows.append(
-            {"hconcat": columns, "spacing": 28, "resolve": {"scale": dict.fromkeys(("color", "strokeDash", "shape"), "shared")}}
+    width = _SIDE_BY_SIDE if len(models) == len(panels) else len(panels) // len(models)
+    columns = [
+        static_panel(
+            panel,
+            styles,
+            (f"{panel.title}: " if len(models) > 1 else "")
+            + (panel.measure.title if legend else "effective remembrance, total variation"),
+            joined(ranges.get(metric(panel.measure), {}), "all"),
+            legend=legend,
         )
-    return rows
+        for panel in panels
+    ]
+    shared = {"scale": dict.fromkeys(("color", "strokeDash", "shape"), "shared")}
+    return [
+        {"hconcat": columns[first : first + width], "spacing": 28, "resolve": shared} for first in range(0, len(columns), width)
+    ]
+
+
+_SIDE_BY_SIDE = 3
 
 
 _TOOLTIP_TEXT: list[Spec] = [

@@ -146,24 +146,30 @@ def _where(arms: Sequence[Arm]) -> str:
 
 
 def _shape(arms: Sequence[Arm]) -> str:
-    sentences = []
+    kinds: dict[str, list[str]] = {}
+    numbers = []
+    left = 0
     for arm in arms:
         portion, reach = arm.share, arm.reach
         if portion is None or not finite(portion["value"]):
             continue
+        left = portion["left"]
         low, high = portion.get("value_low"), portion.get("value_high")
-        share_of = f"{share(portion['value'])} ({between(portion, 'value', share) or NO_INTERVAL})"
         if finite(high) and high is not None and high < FLAT:
             kind = "flat until the training length is reached, then sharp, as the paper's GLA"
         elif finite(low) and low is not None and low > DEEP:
-            kind = "no flat stretch: most of the effect lies farther back than the training length"
+            kind = "no flat stretch, most of the distance is there before the training length is reached"
         else:
             kind = "neither flat until the training length nor mostly beyond it, as far as these texts tell"
-        sentence = f"{_capital(arm.label)}: {kind}; {share_of} of the distance with x_T alone is there with {portion['left']:,} tokens left"
+        kinds.setdefault(kind, []).append(arm.label)
+        number = f"{arm.label} {share(portion['value'])} ({between(portion, 'value', share) or NO_INTERVAL})"
         if reach is not None and finite(reach["value"]):
-            sentence += f", half of it with {count(reach['value'])} ({between(reach, 'value', count) or NO_INTERVAL})"
-        sentences.append(sentence + ".")
-    return " ".join(sentences)
+            number += f", half with {count(reach['value'])} left ({between(reach, 'value', count) or NO_INTERVAL})"
+        numbers.append(number)
+    if not numbers:
+        return ""
+    told = ". ".join(f"{_capital(listing(labels))}: {kind}" for kind, labels in kinds.items())
+    return f"{told}. Of the distance with x_T alone is there with {left:,} tokens left: {'; '.join(numbers)}."
 
 
 _NAMES = {
@@ -231,5 +237,5 @@ def comparisons(rows: Sequence[Row], confidence: float) -> str:
     return (
         f"Many comparisons: {count(len(rows))} differences far out are read here, each with an interval of its own and corrected for nothing; at "
         f"{100 * confidence:g} % each, up to {missed} of them are expected to miss. Only “where along the text” rests on bands that hold for all start "
-        "points of a curve at once, each for one arm of one model."
+        "points of a curve at once, each for one arm of one model: the mean over last positions where it exists, behind it the single prediction."
     )
