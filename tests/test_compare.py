@@ -453,3 +453,20 @@ def test_differences_are_paired_by_texts_and_by_seeds(tmp_path):
     assert near["value"] == pytest.approx(0.04, abs=1e-3)
     one = pl.read_parquet(tmp_path / "out/differences.parquet").filter(pl.col("seed") == 1, pl.col("quantity") == "excess_nll")
     assert one["seeds_low"].to_list() == [None]
+
+
+def test_a_model_may_lack_an_arm_that_others_have(tmp_path):
+    evaluations = [write_evaluation(tmp_path, arm, 0, model="a", excess=1.0) for arm in ("base", "early")]
+    evaluations.append(write_evaluation(tmp_path, "base", 0, model="b", excess=1.0))
+    figure = {"models": ["a", "b"], "arms": ["base", "early"]}
+
+    def joined(name: str, **options):
+        compare(
+            evaluations=evaluations, trainings=[], compare=Compare(resamples=100), figure=figure | options, output=tmp_path / name
+        )
+        return pl.read_parquet(tmp_path / name / "verdicts.parquet")
+
+    verdicts = joined("out", absent=[{"model": "b", "arm": "early"}])
+    assert sorted(set(zip(verdicts["model"], verdicts["arm"], strict=True))) == [("a", "base"), ("a", "early"), ("b", "base")]
+    with pytest.raises(FarstateError, match="no evaluation of b / early, which the figure shows"):
+        joined("other")

@@ -132,6 +132,17 @@ def test_a_snapshot_is_measured_from_the_training_it_was_taken_in(data: dict[str
     assert any(file.endswith("snapshot-000000065536.safetensors") for file in stage.upstream["checkpoint"][0].outputs)
 
 
+def test_snapshots_that_a_shorter_training_has_not_are_named_as_absent(data: dict[str, Any]) -> None:
+    longer = {"models": {"long": data["models"]["tiny"]}, "pretrain": {"by_model": {"long": {"tokens": 150_000}}}}
+    plan = plan_of(merge(merge(data, longer), {"figures": {"fig3": {"models": ["long", "tiny"]}}}))
+    (comparison,) = plan.pages["fig3"].inputs["comparison"]
+    assert comparison.params["figure"] == {
+        "models": ["long", "tiny"],
+        "arms": ["snapshot_65536", "snapshot_131072", "base"],
+        "absent": [{"model": "tiny", "arm": "snapshot_131072"}],
+    }
+
+
 def test_a_shift_knows_the_training_whose_states_it_meets_again(data: dict[str, Any]) -> None:
     by_arm = {s.params["labels"]["arm"]: s.params["training"] for s in plan_of(data).of(rule="shift")}
     assert by_arm["base"] is None

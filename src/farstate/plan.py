@@ -685,11 +685,11 @@ def _ordered(stages: dict[Run, Stage]) -> dict[Run, Stage]:
 
 
 def _names(runs: Iterable[Run]) -> dict[str, Any]:
-    """Models and arms in the order of the figure, each once."""
-    return {
-        "models": list(dict.fromkeys(run.origin.name for run in runs)),
-        "arms": list(dict.fromkeys(run.arm for run in runs)),
-    }
+    """Models and arms in the order of the figure, each once, and what of their product the figure does not show."""
+    shown = list(dict.fromkeys((run.origin.name, run.arm) for run in runs))
+    models, arms = (list(dict.fromkeys(names)) for names in zip(*shown, strict=True))
+    absent = [{"model": model, "arm": arm} for model in models for arm in arms if (model, arm) not in shown]
+    return {"models": models, "arms": arms, **({"absent": absent} if absent else {})}
 
 
 def record_path(directory: str) -> Path:

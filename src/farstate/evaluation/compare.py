@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -194,7 +194,7 @@ def compare(
         trainings: of every post-training, `model`, `arm`, `seed` and its `directory`.
         compare: tolerance, confidence, resamples, seed of the bootstrap.
         figure: the `models` and `arms` of the figure; where one asks for them, `controls` (by arm, the arm that is its control,
-            null for none; `control` for an arm that is not named) and `pairs` (`model`, `arm`, `against_model`, `against_arm`).
+            null for none; `control` for an arm that is not named), `absent` (each `model`, `arm` that is not shown) and `pairs` (`model`, `arm`, `against_model`, `against_arm`).
         output: folder for the result.
 
     Raises:
@@ -202,7 +202,8 @@ def compare(
     """
     output.mkdir(parents=True, exist_ok=True)
     (output / MANIFEST).unlink(missing_ok=True)
-    runs, texts = _load(evaluations, list(figure["models"]), list(figure["arms"]))
+    absent = {(pair["model"], pair["arm"]) for pair in figure.get("absent", ())}
+    runs, texts = _load(evaluations, list(figure["models"]), list(figure["arms"]), absent)
     budgets = {(t["model"], t["arm"], t["seed"]): _training(Path(t["directory"])) for t in trainings}
 
     curves: list[pl.DataFrame] = []
@@ -217,7 +218,7 @@ def compare(
     )
     readers: dict[str, _Model] = {}
     for model in figure["models"]:
-        of_model = {arm: runs[model, arm] for arm in figure["arms"]}
+        of_model = {arm: runs[model, arm] for arm in figure["arms"] if (model, arm) not in absent}
         reader = _Model(model, texts[model], of_model, resamples, compare, budgets, figure.get("controls", {}))
         readers[model] = reader
         curves += reader.curves()
@@ -525,7 +526,7 @@ def _with_mean(group: list[Run]) -> Iterator[tuple[int | None, Run]]:
 
 
 def _load(
-    evaluations: Sequence[Path], models: list[str], arms: list[str]
+    evaluations: Sequence[Path], models: list[str], arms: list[str], absent: Collection[tuple[str, str]]
 ) -> tuple[dict[tuple[str, str], list[Run]], dict[str, Texts]]:
     """Read and check the evaluations: complete, not twice, on the same texts and, within a model, in the same bins."""
     if BASE not in arms:
@@ -558,7 +559,7 @@ def _load(
         group.append(run)
     for model in models:
         for arm in arms:
-            if (model, arm) not in runs:
+            if (model, arm) not in runs and (model, arm) not in absent:
                 raise FarstateError(f"no evaluation of {model} / {arm}, which the figure shows")
     for group in runs.values():
         group.sort(key=lambda run: -1 if run.seed is None else run.seed)
