@@ -194,6 +194,14 @@ REFUSED = {
     "starts": ("remembrance.starts", [3, 65], "remembrance: start point 65 is beyond T = length = 64"),
     "last": ("remembrance.last", 65, "remembrance: last = 65 positions do not fit into length = 64"),
     "positions": ("shift.positions", [16, 65], "shift: 65 of positions is beyond length = 64"),
+    "unscored": (
+        "shift.positions",
+        [60],
+        "shift.positions: after position 60 the text must go on for ⌈T_train / 2⌉ = 8 tokens to score; shift.length = 64 allows positions to 56",
+    ),
+    "shift": ("figures.shift.length", 24, "figures.shift.length: 24 leaves no position beyond models.tiny.context = 16"),
+    "layer": ("figures.fig9.heads", [[2, 0]], "figures.fig9.heads: 'tiny' has no head 0 in layer 2; it has 2 layers of 4 heads"),
+    "head": ("figures.fig9.heads", [[0, 4]], "figures.fig9.heads: 'tiny' has no head 4 in layer 0"),
     "states": ("states.length", 8, "states.length: 8 is below models.tiny.context = 16"),
 }
 

@@ -662,16 +662,16 @@ class Params(Strict):
             length, length_key = section.length, f"{part}.length"
         elif isinstance(figure, RememberedFigure) and self.remembrance.starts and max(self.remembrance.starts) > length:
             raise ValueError(f"remembrance.starts: {max(self.remembrance.starts)} is beyond {length_key} = {length}")
-        elif isinstance(figure, ShiftFigure):
-            for name, values in (("positions", self.shift.positions or ()), ("swap_position", (self.shift.swap_position,))):
-                if wrong := [value for value in values if value is not None and value > length]:
-                    raise ValueError(f"shift.{name}: {wrong[0]} is beyond {length_key} = {length}")
         contexts = {name: self.models[name].context for name in figure.models}
         for name, context in contexts.items():
             if length < context:
                 raise ValueError(f"{length_key}: {length} is below models.{name}.context = {context}")
             if isinstance(figure, ArmsFigure):
                 self._fits_attention_cache(name, figure, length, length_key)
+        if isinstance(figure, ShiftFigure):
+            self._can_be_shifted(key, figure, length, length_key)
+        if isinstance(figure, StatesFigure):
+            self._heads_exist(key, figure)
         if isinstance(figure, ContextsFigure):
             for context in figure.contexts:
                 if length < context:
@@ -696,6 +696,38 @@ class Params(Strict):
                 batch = self.pretrain.recipe_of(name).batch_tokens
                 if figure.tokens < batch:
                     raise ValueError(f"{key}.tokens: {figure.tokens} is less than one batch of {batch} for '{name}'")
+
+    def _can_be_shifted(self, key: str, figure: ShiftFigure, length: int, length_key: str) -> None:
+        """States are taken where the text goes on for ⌈T_train / 2⌉ tokens, whose loss is scored."""
+        for name in figure.models:
+            context = self.models[name].context
+            last = length - -(-context // 2)
+            if last <= context:
+                raise ValueError(
+                    f"{length_key}: {length} leaves no position beyond models.{name}.context = {context} that is followed by "
+                    f"⌈T_train / 2⌉ tokens to score; take more than {context + -(-context // 2)}"
+                )
+            for what, values in (("positions", self.shift.positions or ()), ("swap_position", (self.shift.swap_position,))):
+                if wrong := [value for value in values if value is not None and value > last]:
+                    raise ValueError(
+                        f"shift.{what}: after position {wrong[0]} the text must go on for ⌈T_train / 2⌉ = {-(-context // 2)} tokens to "
+                        f"score; {length_key} = {length} allows positions to {last}"
+                    )
+
+    def _heads_exist(self, key: str, figure: StatesFigure) -> None:
+        for name in figure.models:
+            shape: Any = self.models[name].shape
+            if shape is None:  # of a published checkpoint: known when it is read
+                continue
+            counts = [getattr(shape, attribute, None) for attribute in ("state_heads", "heads", "inner_width")]
+            heads = next((count for count in counts if count is not None), None)
+            for layer, head in figure.heads or ():
+                if layer >= shape.layers or (heads is not None and head >= heads):
+                    raise ValueError(
+                        f"{key}.heads: '{name}' has no head {head} in layer {layer}; it has {shape.layers} layers"
+                        + (f" of {heads} heads" if heads is not None else "")
+                        + ", both counted from 0"
+                    )
 
     def _measured(self, figure: Shown) -> tuple[str, Texts]:
         """The section of the parameters whose length is the figure's, where it has none of its own."""
