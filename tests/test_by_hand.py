@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,53 @@ def test_what_breaks_is_told(rule: str, trained: Path, held_out: Path, here: Pat
     save_model(model, here / "spoilt")
     called(rule, here / "spoilt", "--corpus", held_out, "--context", 8, *options(SMALL[rule]), "--output", "out")
     assert "not finite: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rule", SMALL)
+def test_another_result_is_not_overwritten(
+    rule: str, home: Path, trained: Path, held_out: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output folder is new, empty, or this measure's of this checkpoint; what is refused leaves nothing behind."""
+    before = {path.name: path.read_bytes() for path in trained.iterdir()}
+    given = (rule, trained, "--corpus", held_out, *options(SMALL[rule]))
+    (here / "file").write_text("")
+    for output, match in (
+        (trained, "--output: .* holds something else than `farstate"),
+        (here / "file", "--output: .*file is a file; give a folder"),
+        (here / "file/below", "--output: .*file is a file; give a folder"),
+    ):
+        with pytest.raises(FarstateError, match=match):
+            called(*given, "--output", output)
+    assert {path.name: path.read_bytes() for path in trained.iterdir()} == before
+    small = LanguageModel(Mamba2Config(vocabulary_size=20, width=8, layers=1, state_size=4, head_size=8))
+    save_model(small, here / "small")
+    with pytest.raises(FarstateError, match="knows 20 symbols, the token store"):
+        called(rule, here / "small", "--corpus", held_out, "--context", 8, *options(SMALL[rule]), "--output", "never")
+    assert not (here / "never").exists()
+    if rule != "states":
+        return
+    called(*given, "--output", "out")
+    made = (here / "out/manifest.json").read_bytes()
+    with pytest.raises(FarstateError, match="no document has 1000001 tokens"):
+        called(*given[:4], "--length", 10**6, "--output", "out")
+    assert (here / "out/manifest.json").read_bytes() == made
+    with pytest.raises(FarstateError, match="holds something else than `farstate perplexity`"):
+        called("perplexity", *given[1:4], "--length", 64, "--output", "out")
+    with pytest.raises(FarstateError, match="holds something else than `farstate states`"):
+        called(rule, home / "model", "--corpus", held_out, "--context", 8, "--output", "out")
+    called(*given, "--output", "out")
+
+
+def test_an_interrupted_command_says_so_in_its_status(trained: Path, held_out: Path, here: Path) -> None:
+    """Ctrl-C while it measures: exit status 130, in the process as a shell sees it."""
+    program = (
+        "import sys\nfrom farstate import cli\nfrom farstate.evaluation import by_hand\n"
+        "def stop(*_, **__): raise KeyboardInterrupt\nby_hand.measure = stop\ncli.main()\n"
+    )
+    given = ["states", str(trained), "--corpus", str(held_out)]
+    done = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
 
 
 def test_bad_input_is_explained_in_a_line(home: Path, trained: Path, held_out: Path, here: Path) -> None:

@@ -730,7 +730,10 @@ def main() -> None:
     """Entry point: errors meant for people are printed in one line, with exit status 1."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        app(standalone_mode=False)
+        # The library turns Ctrl-C and its own exits into a status that it returns; what commands return is None.
+        status = app(standalone_mode=False)
+        if isinstance(status, int) and status:
+            sys.exit(status)
     except FarstateError as error:
         sys.exit(f"farstate: {error}")
     except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from farstate.errors import FarstateError
 from farstate.evaluation import stages
 from farstate.evaluation.progress import PhaseProgress
 from farstate.evaluation.published import tokenizer_of
+from farstate.evaluation.texts import select
 from farstate.files import MANIFEST, only_one, read_json, read_manifest, sha256_file, write_json
 from farstate.models.checkpoints import detect_format
 from farstate.models.importing import locate
@@ -37,6 +39,7 @@ from farstate.training.progress import notice
 
 DEFAULT_LENGTH = 8192
 _STORES = "by_hand"
+_COMMAND = "command.json"
 # Half of the documents on each side: a two-sample test needs as many states of one as of the other.
 _SHIFT_SPLIT = params.Split(validation=0.0, test=0.5)
 
@@ -130,23 +133,28 @@ def measure(
     }
     if rule == "shift":
         asked["training"] = training
+    if output is not None:
+        _check_output(output, rule, path)
     store = _store(corpus, path, tokenizer, text_key, kind, settings)
     if output is None:
         digest = hashlib.sha256(
             json.dumps([str(path.resolve()), str(store.resolve()), asked], sort_keys=True).encode()
         ).hexdigest()
         output = Path("results/by_hand") / f"{rule}.{path.stem}-{digest[:8]}"
-    output.mkdir(parents=True, exist_ok=True)
     stage = HandStage(rule, asked, {"checkpoint": path, "store": store}, output, settings)
+    there = output.exists()
     with backends.use(settings.backend) as operations:
         try:
+            select(TokenStore(store), given)  # what cannot be read is refused before anything is written
             getattr(stages, f"{rule}_stage")(stage)
         except FarstateError as error:
+            if not there and output.is_dir() and not any(output.iterdir()):
+                output.rmdir()
             raise FarstateError(_in_options(str(error), kind)) from None
     manifest = read_manifest(output)
     asked_for = {"checkpoint": str(path), "corpus": list(corpus), "store": str(store), **asked}
     write_json(
-        output / "command.json",
+        output / _COMMAND,
         {"rule": rule, **asked_for, "versions": versions(), **commit(), "operations": operations.record()},
     )
     return [
@@ -155,6 +163,25 @@ def measure(
         *_broken(manifest),
         *_unanswered(output, manifest),
     ]
+
+
+def _check_output(output: Path, rule: str, checkpoint: Path) -> None:
+    """Refuse a folder that holds anything but an earlier result of this measure of this checkpoint, or that cannot be made."""
+    parent = next(path for path in (output, *output.absolute().parents) if path.exists() or path.is_symlink())
+    if not parent.is_dir():
+        raise FarstateError(f"--output: {parent} is a file; give a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise FarstateError(f"--output: no permission to write in {parent}; give another folder")
+    # A killed run leaves hidden parts of tables.
+    if not output.is_dir() or all(path.name.startswith(".") and path.suffix == ".part" for path in output.iterdir()):
+        return
+    found = read_json(output / _COMMAND) if (output / _COMMAND).is_file() else None
+    same = isinstance(found, dict) and found.get("rule") == rule and isinstance(found.get("checkpoint"), str)
+    if not same or Path(found["checkpoint"]).resolve() != checkpoint.resolve():
+        raise FarstateError(
+            f"--output: {output} holds something else than `farstate {rule}` of {checkpoint}, which would be overwritten; give a new "
+            "or empty folder"
+        )
 
 
 def _validated(kind: Measure, options: Mapping[str, Any]) -> params.Texts:

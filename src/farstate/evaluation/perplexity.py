@@ -103,8 +103,6 @@ def evaluate(
     Raises:
         FarstateError: no text is long enough, or the store's vocabulary is larger than the model's.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    (output / MANIFEST).unlink(missing_ok=True)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     store = TokenStore(store_directory)
@@ -116,6 +114,8 @@ def evaluate(
             f"{checkpoint}: knows {model.config.vocabulary_size} symbols, the token store {store_directory} uses "
             f"{store.vocabulary_size}; evaluate it on a store made with its own tokenizer"
         )
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MANIFEST).unlink(missing_ok=True)
     with flushed_denormals():
         losses = measure(model, store, texts, evaluate, context, settings, progress)
 

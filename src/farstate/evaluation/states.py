@@ -349,8 +349,6 @@ def states(
     Raises:
         FarstateError: no text is long enough, or the store's vocabulary is larger than the model's.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    (output / MANIFEST).unlink(missing_ok=True)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     store = TokenStore(store_directory)
@@ -362,6 +360,8 @@ def states(
             f"{checkpoint}: knows {model.config.vocabulary_size} symbols, the token store {store_directory} uses "
             f"{store.vocabulary_size}; evaluate it on a store made with its own tokenizer"
         )
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MANIFEST).unlink(missing_ok=True)
     found = Measurement(model, store, texts, states, context, settings, progress)
     whose = _Labels(labels, context, texts)
     documents = len({text.document for text in texts})
