@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import polars as pl
 import pytest
 
 from farstate.errors import FarstateError
-from farstate.evaluation.shift import ASSOCIATION_SCHEMA, MEASURES, SHIFT_SCHEMA, SWAPS_SCHEMA, summary
+from farstate.evaluation.shift import ASSOCIATION_SCHEMA, MEASURES, SHIFT_SCHEMA, SWAPS_SCHEMA, beyond, summary
 from farstate.evaluation.swap_effects import explains
 from farstate.files import write_manifest
-from farstate.reports import shift
+from farstate.reports import shift, shift_text
 from farstate.reports.figures import FIGURES
 from farstate.reports.page import MAXIMUM_BYTES, OUTPUTS
 from test_reports_curves import CHROMIUM, LAYOUT, needs_chromium, page_data, visit
@@ -54,6 +55,8 @@ def write_run(
                     if not reason:
                         numbers = {"value": value, "low": 0.95 * value, "high": 1.05 * value, "interval": INTERVAL}
                         numbers |= {"null": null, "null_low": 0.9 * null, "null_high": 1.1 * null}
+                        numbers |= {"null_end": null, "null_end_low": 0.95 * null, "null_end_high": 1.15 * null}
+                        numbers["beyond"] = beyond(numbers)
                     counts = {"n_states": 300, "n_documents": 24, "n_reference": 1000, "n_reference_documents": 30}
                     where = {
                         "layer": head // 4,
@@ -95,7 +98,8 @@ def write_run(
     met = {
         **{"states": 1000, "documents": 30, "chains": chains, "initial_state": "zero" if not chains else "state_passing"},
         **{"steps": 20 if chains else None, "rows_replayed": 8, "rows_of_a_batch": 16, "age_median": 40.0, "age_largest": 300},
-        **{"null_states": [300, 300, 300], "null_documents": 24},
+        **{"null_states": [300, 300, 300], "null_end_states": 300, "null_documents": 24},
+        **({"steps_replayed": 20, "steps_replayed_held_out": 7} if chains else {}),
     }
     contents = {
         **{"labels": {key: named[key] for key in ("model", "arm", "seed")}, "context": CONTEXT, "parameters": 40_000},
@@ -111,8 +115,8 @@ def write_run(
     return folder
 
 
-def _swap(group: str, source: str, together: bool, value: float | None, **more: Any) -> dict[str, Any]:
-    ends = {} if value is None else {"low": value - 0.01, "high": value + 0.01}
+def _swap(group: str, source: str, together: bool, value: float | None, margin: float = 0.01, **more: Any) -> dict[str, Any]:
+    ends = {} if value is None else {"low": value - margin, "high": value + margin}
     row = {
         "position": POSITIONS[-1],
         "group": group,
@@ -170,20 +174,30 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def words_of(output: dict[str, Path]) -> str:
     markup = re.sub(r"<script.*?</script>|<style.*?</style>", "", output["html"].read_text(encoding="utf-8"), flags=re.S)
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", markup))
+    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", " ", markup)))
 
 
 def test_the_page_says_what_the_tables_hold(drawn: dict[str, Path]) -> None:
     words = words_of(drawn)
     assert "at t = 250 all 8 heads of the base model are in states that training did not meet" in words
-    assert "in the median head 40.0 times that among training states (inside training 1.00)" in words
+    assert (
+        "in the median head 40.0 times that among training states (inside training 0.90 to 1.10, at t = T_train 0.95 to 1.15)"
+        in words
+    )
     assert "After state passing, seed 0: 0 of 8 heads, median 1.02." in words
     assert re.search(r"Does it explain the excess of base \(no post-training\)\? Yes, in part", words)
-    assert "change it by −0.600 (−0.610 to −0.590)" in words
+    assert (
+        "Training states in the 2 heads that drift most, swapped together, change it by −0.600 (−0.610 to −0.590); less what they change in "
+        "random heads −0.540 (−0.550 to −0.530), less what other documents' states change in the same heads −0.600 (−0.610 to −0.590). "
+        "Training states in the 2 heads that drift most, swapped one at a time, change it by −0.600"
+    ) in words
+    assert "The rule is tried both ways, uncorrected." in words
     assert re.search(r"Does it explain the excess of zero-init control\? Not shown", words)
-    assert re.search(r"excess of state passing, seed 1\? There is nothing to explain", words)
+    assert re.search(r"excess of state passing, seed 1\? Not asked: .* is not established above zero", words)
+    assert "The held-out split has text for 7 steps only against 20" in words
     assert "1 of 8 heads at t = 250" in words
-    assert "24 heads and positions are compared with each measure" in words
+    assert "24 heads and positions of each arm are compared with each measure" in words
+    assert "nothing is corrected, and heads of one model depend on each other" in words
     assert "Passed states carry a mixture of many documents" in words
     assert "8 of 16 rows of each" in words
     for path in drawn.values():
@@ -203,9 +217,47 @@ def test_specifications_are_valid_vega_lite(drawn: dict[str, Path]) -> None:
 
 def test_states_that_are_not_new_are_called_so(tmp_path: Path) -> None:
     words = words_of(build(tmp_path, [write_run(tmp_path / "base", "base", new=1.01)]))
-    assert "the states of the base model at t = 250 are not new" in words
+    assert "that states of the base model at t = 250 are new is not shown" in words
     assert "There is no zero-init control here to compare with" in words
     assert "Passed states carry a mixture" not in words
+
+
+@pytest.mark.parametrize("ends", [(None, None), (float("nan"), float("nan"))])
+@pytest.mark.parametrize(("missing", "said"), [("untouched", "Not known: its excess"), ("top", "What swaps change is not known")])
+def test_without_an_interval_nothing_is_claimed(missing: str, said: str, ends: tuple[float | None, float | None]) -> None:
+    rows = []
+    for together in (False, True):
+        rows += [
+            _swap("untouched", "none", False, 0.5),
+            _swap("top", "training state", together, -0.3, heads=2),
+            _swap("top − random", "training state", together, -0.2),
+            _swap("top", "training state − other document", together, -0.2),
+        ]
+    rows = [{**row, "low": ends[0], "high": ends[1]} if row["group"] == missing else row for row in rows]
+    assert shift_text.explained({"swaps": rows, "explains": explains(rows)}, 250).count(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("excess", "said"),
+    [(0.5, "above"), (0.005, "Not asked: its excess after t = 250 is +0.005"), (-0.5, "which is below zero: long states help")],
+)
+def test_an_excess_and_two_ways_that_disagree(excess: float, said: str) -> None:
+    rows = [_swap("untouched", "none", False, excess)]
+    for together, margin in ((False, 1.0), (True, 0.01)):
+        rows += [
+            _swap("top", "training state", together, -0.3, heads=2),
+            _swap("top − random", "training state", together, -0.2, margin),
+            _swap("top", "training state − other document", together, -0.25),
+        ]
+    words = shift_text.explained({"swaps": rows, "explains": explains(rows)}, 250)
+    if said != "above":
+        assert said in words
+        return
+    assert words.startswith(
+        "The two ways of swapping disagree: swapped together their drift explains some of it, swapped one at a time that is not shown."
+    )
+    assert "random heads −0.200 (−0.210 to −0.190)" in words
+    assert "random heads −0.200 (−1.200 to +0.800)" in words
 
 
 def test_without_numbers_the_page_gives_the_reason(tmp_path: Path) -> None:

@@ -87,6 +87,9 @@ def test_tables_and_manifest(base):
     assert table.filter(pl.col("measure").is_in(["accuracy", "auc"]))["value"].is_between(0.0, 1.0).all()
     assert (table["low"] <= table["high"]).all()
     assert (table["null_low"] <= table["null_high"]).all()
+    assert (table["null_end_low"] <= table["null_end_high"]).all()
+    expected = (table["low"] > table["null_high"]) & (table["low"] > table["null_end_high"])
+    assert table["beyond"].equals(expected.alias("beyond"))
     # A model that was trained from zero alone met zero starts.
     columns = ["layer", "head", "position", "measure"]
     own, zero = (table.filter(pl.col("reference") == name).sort(columns) for name in ("own training", "zero start"))
@@ -155,6 +158,8 @@ def test_arms_are_held_against_their_own_training(root, base, tmp_path, arm):
     facts = found["manifest"]["references"]["own training"]
     assert facts["initial_state"] == ARMS[arm]["initial_state"]
     assert facts["null_states"]
+    assert facts["null_end_states"] == facts["null_states"][0]
+    assert found["shift"]["null_end_high"].null_count() == 0
     assert (facts["chains"] > 0) == (arm == "passing")
     if arm in ("passing", "tbtt"):
         assert facts["age_largest"] > CONTEXT
@@ -357,7 +362,7 @@ def test_donors_are_of_other_documents():
 
 def effects(excess, top, contrast, against_foreign) -> list[dict]:
     def row(group, source, together, ends):
-        value = None if ends is None else sum(ends) / 2
+        value = None if ends is None else 0.2
         low, high = ends or (None, None)
         return {"group": group, "source": source, "together": together, "layer": None, "value": value, "low": low, "high": high}
 
@@ -378,24 +383,32 @@ def effects(excess, top, contrast, against_foreign) -> list[dict]:
         (((0.1, 0.3), (-0.3, -0.1), (-0.2, -0.1), (-0.2, 0.1)), False),
         (((-0.1, 0.3), (-0.3, -0.1), (-0.2, -0.1), (-0.2, -0.1)), False),
         (((0.1, 0.3), (-0.3, -0.1), None, (-0.2, -0.1)), None),
+        (((0.1, 0.3), (-0.3, -0.1), (None, None), (-0.2, -0.1)), None),
+        (((0.1, 0.3), (float("nan"), float("nan")), (-0.2, -0.1), (-0.2, -0.1)), None),
+        (((None, None), (-0.3, -0.1), (-0.2, -0.1), (-0.2, -0.1)), None),
+        (((float("nan"), float("nan")), (-0.3, -0.1), (-0.2, -0.1), (-0.2, -0.1)), None),
     ],
 )
 def test_explains_is_said_only_when_every_part_shows_it(ends, expected):
     verdict = explains(effects(*ends))
     assert verdict["together"] is expected
     assert verdict["alone"] is None
-    assert verdict["excess"] is (ends[0][0] > 0.0)
+    known = ends[0][0] is not None and np.isfinite(ends[0][0])
+    assert verdict["excess"] is (ends[0][0] > 0.0 if known else None)
 
 
 def test_summaries_count_heads_above_their_band():
-    def row(value, low, null_high):
+    def row(value, low, null_high, end=1.0):
         return {
             **{"reference": "own training", "measure": "novelty", "position": 8, "value": value, "low": low, "high": low + 1},
             **{"null": 1.0, "null_low": 0.9, "null_high": null_high},
+            **{"null_end": 1.0, "null_end_low": 0.9, "null_end_high": end},
         }
 
     missing = {"reference": "own training", "measure": "novelty", "position": 8, "reason": "x"}
     (found,) = summary([row(3.0, 2.5, 1.1), row(1.2, 1.0, 1.1), row(5.0, 4.0, float("nan")), missing])
     assert (found["median"], found["largest"], found["heads"], found["known"]) == (3.0, 5.0, 4, 3)
     assert (found["with_band"], found["above"]) == (2, 1)
+    (found,) = summary([row(3.0, 2.5, 1.1, 2.6), row(3.0, 2.5, 1.1, 2.4), row(3.0, 2.5, 1.1, float("nan")), missing])
+    assert (found["with_band"], found["above"], found["null_end_high"]) == (2, 1, None)
     json.dumps(found, allow_nan=False)

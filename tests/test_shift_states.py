@@ -239,11 +239,19 @@ def test_rows_that_depend_on_each_other_are_all_replayed(store):
         assert Replay(store, "train", Training.from_json(record(arm)), CONTEXT, 1).rows == rows
 
 
-def test_another_split_gives_as_many_steps_as_it_has_windows_for(store):
-    replay = Replay(store, "test", Training.from_json(record("passing")), CONTEXT, 10_000)
+def test_another_split_is_read_for_all_steps_with_fewer_rows_where_they_are_independent(store):
     windows = sum((length - 1) // CONTEXT for length in (80, 120, 90, 200))
-    assert replay.steps == min(STEPS, windows // ROWS)
-    assert len(replay.met()) == replay.steps * ROWS
+    for steps, rows_apart in ((20, (20, 3)), (100, (windows, 1))):
+        assert windows // ROWS < steps
+        for arm, (expected, rows) in (("passing", rows_apart), ("tbtt", (windows // ROWS, ROWS))):
+            replay = Replay(store, "test", Training.from_json(record(arm) | {"steps": steps}), CONTEXT, 10_000)
+            assert (replay.steps, replay.rows) == (expected, rows)
+            assert len(replay.met()) == expected * rows
+    # Initial states get as old as those of the training do.
+    ages = [
+        Replay(store, "test", Training.from_json(record("passing") | {"steps": n}), CONTEXT, 10_000).met().age for n in (5, 70)
+    ]
+    assert ages[1].max() > ages[0].max()
     assert Replay(store, "validation", Training.from_json(record("passing")), CONTEXT, 10).steps == 0
 
 

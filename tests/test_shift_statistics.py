@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from farstate import params
 from farstate.evaluation.association import holm, spearman
+from farstate.evaluation.head_tests import MEASURES, HeadTests
 from farstate.evaluation.novelty import novelties, weighted_median
-from farstate.evaluation.sampled_states import grouped_folds
+from farstate.evaluation.sampled_states import Head, Sampled, StateSet, grouped_folds
+from farstate.evaluation.shift import beyond
+from farstate.evaluation.shift_states import Measurement, Reference
+from farstate.evaluation.texts import Text
 from farstate.evaluation.two_sample import (
     Products,
     accuracy,
@@ -19,6 +26,7 @@ from farstate.evaluation.two_sample import (
     sliced_wasserstein,
 )
 from farstate.evaluation.uncertainty import Resamples, resample
+from farstate.state import LayerState, State
 from golden import check, ramp
 
 ENTRIES, FOLDS = 24, 5
@@ -299,6 +307,66 @@ def test_a_weighted_median_is_that_of_repeated_values():
     values, weights = generator.standard_normal(15), generator.integers(0, 4, size=(20, 15)).astype(float)
     expected = [np.sort(np.repeat(values, row.astype(int)))[(int(row.sum()) + 1) // 2 - 1] for row in weights]
     np.testing.assert_array_equal(weighted_median(values, weights), expected)
+
+
+# --- null bands ------------------------------------------------------------------------------------------
+
+
+def settled(folder: Path, seed: int, ages: np.ndarray, names: str, heads: int, shift: float = 0.0) -> Sampled:
+    """States of an Ornstein–Uhlenbeck process from zero, relaxed after 8 tokens, with an own mean in each document of 10."""
+    generator = np.random.default_rng(seed)
+    share = 1.0 - np.exp(-ages / 8.0)[:, None, None]
+    own = np.repeat(0.5 * generator.standard_normal((ages.size // 10, heads, 8)), 10, axis=0)
+    values = share * (own + shift) + np.sqrt(1.0 - (1.0 - share) ** 2) * generator.standard_normal((ages.size, heads, 8))
+    state = State((LayerState(torch.from_numpy(values)),))
+    states = StateSet([Head(0, head) for head in range(heads)], state, ages.size, folder)
+    states.write(np.arange(ages.size), state)
+    documents = np.repeat([f"{names}{number:03d}" for number in range(ages.size // 10)], 10)
+    folds = np.repeat(np.arange(ages.size // 10) % FOLDS, 10)
+    return Sampled(states, np.arange(ages.size), documents, folds, np.full(ages.size, -1), ages, ages)
+
+
+def test_states_that_have_settled_are_not_beyond_training_and_shifted_ones_are(tmp_path):
+    """Training met all ages up to T: states that no longer change differ from that mixture, at T and at 64 T."""
+    context, heads = 32, 10
+    generator = np.random.default_rng(0)
+    run = Measurement.__new__(Measurement)
+    run.shift = params.Shift(length=4096, minimum_states=100, resamples=100, projections=16, components=4, neighbours=5)
+    run.device, run.folds, run.positions = torch.device("cpu"), FOLDS, (context, 64 * context, 64 * context)
+    run.texts = [Text("t", 0, ())] * 200
+
+    def aged(count: int) -> np.ndarray:
+        return generator.integers(1, context + 1, size=count)
+
+    reference = Reference(
+        settled(tmp_path, 1, aged(400), "a", heads),
+        tuple(settled(tmp_path, 2 + draw, aged(200), "b", heads) for draw in range(3)),
+        settled(tmp_path, 5, np.full(200, context), "b", heads),
+        {},
+    )
+    tested = [
+        settled(tmp_path, 6 + place, np.full(200, age), "b", heads, shift)
+        for place, (age, shift) in enumerate([(context, 0.0), (64 * context, 0.0), (64 * context, 3.0)])
+    ]
+    run.resamples = run.resample(tested[0].documents)
+    tests = HeadTests(run, reference)
+    rows = [[result.row(measure) for result in tests.of_head(head, tested)] for head in range(heads) for measure in MEASURES]
+    found = np.array([[beyond(row) for row in of_head] for of_head in rows]).reshape(heads, len(MEASURES), 3).sum(0)
+    one_band = sum(row["low"] > row["null_high"] for of_head in rows for row in of_head[:2])
+    print(f"beyond training, of {heads} heads, by measure: {found.tolist()}; above the band inside training alone: {one_band}")
+    assert found[:, :2].max() <= 2
+    assert found[:, :2].sum() <= 0.05 * 2 * len(MEASURES) * heads
+    assert (found[:, 2] == heads).all()
+    assert one_band > 0.2 * 2 * len(MEASURES) * heads, "the band at the end is what keeps them from being called new"
+
+
+def test_the_two_sides_are_resampled_apart():
+    run = Measurement.__new__(Measurement)
+    run.shift = params.Shift(length=64, resamples=5)
+    names = np.repeat([f"{number}" for number in range(30)], 2)
+    ours, theirs = run.resample(names, training=True), run.resample(names)
+    assert not np.array_equal(ours.weights, theirs.weights)
+    np.testing.assert_array_equal(theirs.weights, run.resample(names).weights)
 
 
 # --- association ----------------------------------------------------------------------------------------

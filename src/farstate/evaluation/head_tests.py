@@ -20,11 +20,14 @@ from farstate.evaluation.two_sample import Estimate, Products, accuracy, auc, di
 from farstate.evaluation.uncertainty import Floats, Resamples
 
 MEASURES = ("sliced_wasserstein", "accuracy", "auc", "novelty")
+NULLS = ("null", "null_low", "null_high", "null_end", "null_end_low", "null_end_high")
+"""Columns of `shift.parquet`: held-out states after 1 … T_train tokens, and after exactly T_train."""
+_INSIDE, _END = -1, -2
 
 
 @dataclass(frozen=True)
 class Number:
-    """A measure with its interval and its null band; NaN where there is none."""
+    """A measure with its interval and its null bands, inside training and at the end of it; NaN where there is none."""
 
     value: float
     low: float
@@ -33,6 +36,9 @@ class Number:
     null: float = math.nan
     null_low: float = math.nan
     null_high: float = math.nan
+    null_end: float = math.nan
+    null_end_low: float = math.nan
+    null_end_high: float = math.nan
 
 
 @dataclass
@@ -54,15 +60,15 @@ class Result:
         number = self.numbers.get(measure)
         if number is None:
             return {"reason": self.reasons.get(measure, self.reasons.get("", ""))}
-        names = ("value", "low", "high", "null", "null_low", "null_high", "interval")
+        names = ("value", "low", "high", *NULLS, "interval")
         return {name: getattr(number, name) for name in names}
 
 
 @dataclass(frozen=True)
 class _Set:
-    """States against the reference: those at a position, or a null draw (`place` None)."""
+    """States against the reference: those at a position, a null draw (`place` _INSIDE), or the null at the end (_END)."""
 
-    place: int | None
+    place: int
     sampled: Sampled
     resamples: Resamples
     values: Tensor
@@ -73,9 +79,12 @@ class HeadTests:
 
     def __init__(self, run: Measurement, reference: Reference) -> None:
         self.run, self.reference = run, reference.states
-        self.ours = run.resample(self.reference.documents)
+        self.ours = run.resample(self.reference.documents, training=True)
         few = run.shift.minimum_states
-        self.nulls = [(null, run.resample(null.documents)) for null in reference.nulls if len(null) >= few]
+        nulls = [(_INSIDE, null) for null in reference.nulls]
+        if reference.ends is not None:
+            nulls.append((_END, reference.ends))
+        self.nulls = [(place, null, run.resample(null.documents)) for place, null in nulls if len(null) >= few]
 
     def of_head(self, number: int, tested: Sequence[Sampled]) -> list[Result]:
         """The head `number` (its place among the analysed heads) at each position: results in the order of `tested`."""
@@ -98,10 +107,10 @@ class HeadTests:
                 f"the state is not finite at position {run.positions[place]} in {lost.size} of {len(run.texts)} texts, "
                 f"first in document {text.document}, stretch {text.stretch}"
             )
-        for null, resamples in self.nulls:
+        for kind, null, resamples in self.nulls:
             values = null.values(number)
             if np.isfinite(values).all():
-                sets.append(_Set(None, null, resamples, self._tensor(values)))
+                sets.append(_Set(kind, null, resamples, self._tensor(values)))
         ours = self._tensor(table)
         products = Products(ours, [one.values for one in sets])
         ends = np.cumsum([len(self.reference), *(len(one.sampled) for one in sets)])
@@ -112,14 +121,15 @@ class HeadTests:
             "novelty": self._novelty(products, sets, spans, results),
         }
         for measure, estimates in found.items():
-            nulls = [] if isinstance(estimates, str) else [e for one, e in zip(sets, estimates, strict=True) if one.place is None]
-            for index, one in enumerate(sets):
-                if one.place is None:
-                    continue
-                if isinstance(estimates, str):
-                    results[one.place].reasons[measure] = estimates
-                else:
-                    results[one.place].numbers[measure] = self._number(measure, estimates[index], nulls)
+            if isinstance(estimates, str):
+                for one in sets:
+                    if one.place >= 0:
+                        results[one.place].reasons[measure] = estimates
+                continue
+            inside, end = ([e for one, e in zip(sets, estimates, strict=True) if one.place == kind] for kind in (_INSIDE, _END))
+            for one, estimate in zip(sets, estimates, strict=True):
+                if one.place >= 0:
+                    results[one.place].numbers[measure] = self._number(measure, estimate, inside, end)
         return results
 
     def _reason(self, table: npt.NDArray[np.float32]) -> str:
@@ -166,15 +176,15 @@ class HeadTests:
         if novel is None:
             return f"a training state has fewer than {neighbours} others of another document (shift.neighbours), or they coincide"
         for one, span in zip(sets, spans, strict=True):
-            if one.place is not None:
+            if one.place >= 0:
                 results[one.place].novelty = novel[span]
         return [
             (float(np.median(novel[span])), weighted_median(novel[span], one.resamples.weights))
             for one, span in zip(sets, spans, strict=True)
         ]
 
-    def _number(self, measure: str, own: Estimate, nulls: Sequence[Estimate]) -> Number:
-        """With an interval over documents, and where the null draws lie when documents vary."""
+    def _number(self, measure: str, own: Estimate, inside: Sequence[Estimate], end: Sequence[Estimate]) -> Number:
+        """With an interval over documents, and where the null sets lie when documents vary."""
         run = self.run
         held, label = run.resamples, run.resamples.label
         if measure != "novelty":
@@ -182,10 +192,12 @@ class HeadTests:
             held = max((self.ours, held), key=lambda resamples: (resamples.kind == "none", resamples.factor))
             label = f"{label}; training side: {self.ours.label}"
         low, high = _ends(own, held)
-        if not nulls:
-            return Number(own[0], low, high, label)
-        null = float(np.mean([value for value, _ in nulls]))
-        return Number(own[0], low, high, label, null, *_ends((null, np.concatenate([again for _, again in nulls])), held))
+        bands = []
+        for nulls in (inside, end):
+            null = float(np.mean([value for value, _ in nulls])) if nulls else math.nan
+            ends = _ends((null, np.concatenate([again for _, again in nulls])), held) if nulls else (math.nan, math.nan)
+            bands += [null, *ends]
+        return Number(own[0], low, high, label, *bands)
 
 
 def _ends(estimate: Estimate, resamples: Resamples) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
 from farstate.evaluation import swaps as swapping
 from farstate.evaluation.association import Correlations, spearman
-from farstate.evaluation.head_tests import MEASURES, HeadTests
+from farstate.evaluation.head_tests import MEASURES, NULLS, HeadTests
 from farstate.evaluation.perplexity import EvaluationSettings
 from farstate.evaluation.sampled_states import StateSet
 from farstate.evaluation.shift_states import NULL_DRAWS, Carried, Measurement, Progress, Reference
@@ -57,6 +57,10 @@ SHIFT_SCHEMA: dict[str, Any] = {
     "null": pl.Float64,
     "null_low": pl.Float64,
     "null_high": pl.Float64,
+    "null_end": pl.Float64,
+    "null_end_low": pl.Float64,
+    "null_end_high": pl.Float64,
+    "beyond": pl.Boolean,
     "n_states": pl.Int64,
     "n_documents": pl.Int64,
     "n_reference": pl.Int64,
@@ -161,7 +165,9 @@ def evaluate_shift(
           sides cannot be told apart.
       novelty: median over states of the distance to the k-th nearest reference state, relative to the median of that among
           reference states.
-    `null`, `null_low`, `null_high`: the same for held-out states inside training, and where it lies (an interval over documents).
+    `null`, `null_low`, `null_high`: the same for held-out states inside training, at random positions as those of the reference, and
+    where it lies (an interval over documents); `null_end`, `null_end_low`, `null_end_high`: at its last position, T_train tokens
+    after the arm's own initial states. `beyond`: see the function of that name.
     `association.parquet`: rank correlations at one t, across documents (a document's mean novelty with its mean excess NLL) and
     across heads (drift with what a swap changes). `swaps.parquet`: changes of the NLL, in nats per token, over the ⌈T_train / 2⌉
     tokens after a swap.
@@ -285,6 +291,7 @@ def measure(
         "comparisons": len(run.heads) * len(positions),
         "broken_at": {str(position): list(where) for position, where in carried.broken.items()} or None,
         "null": f"{NULL_DRAWS} sets of held-out states after 1 … {context} tokens of their text",
+        "null_end": f"a set of held-out states after {context} tokens of their text",
         "units": {
             "sliced_wasserstein": "root mean square deviations of the reference's entries",
             "accuracy": "share",
@@ -299,9 +306,9 @@ def measure(
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """All heads together, by reference, measure and position: the median and the largest head, and how many lie above their null.
+    """All heads together, by reference, measure and position: the median and the largest head, and how many lie above their nulls.
 
-    `above`: heads whose interval lies above their null band; `null_low` and `null_high` are medians over heads; None: no number.
+    `above`: heads beyond training (`beyond`) of the `with_band` of which it is known; nulls are medians over heads; None: no number.
     """
     groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -309,22 +316,34 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for (reference, measure, position), heads in groups.items():
         known = [row for row in heads if row.get("value") is not None]
-        numbers: dict[str, float | None] = dict.fromkeys(("median", "largest", "null", "null_low", "null_high"))
+        numbers: dict[str, float | None] = dict.fromkeys(("median", "largest", *NULLS))
         if known:
             values = [row["value"] for row in known]
             numbers |= {"median": float(np.median(values)), "largest": float(np.max(values))}
-            for name in ("null", "null_low", "null_high"):
+            for name in NULLS:
                 middle = float(np.median([row[name] for row in known]))
                 numbers[name] = middle if math.isfinite(middle) else None
-        held = [row for row in known if math.isfinite(row["low"]) and math.isfinite(row["null_high"])]
+        held = [one for row in known if (one := beyond(row)) is not None]
         found.append(
             {
                 **{"reference": reference, "measure": measure, "position": position, **numbers},
                 **{"heads": len(heads), "known": len(known), "with_band": len(held)},
-                "above": sum(row["low"] > row["null_high"] for row in held),
+                "above": sum(held),
             }
         )
     return found
+
+
+def beyond(row: Mapping[str, Any]) -> bool | None:
+    """Whether a row's interval lies above both null bands, inside training and at T_train; None where an end is missing.
+
+    One band is not enough: training met states of all positions up to T_train, and states that have settled by then, so that
+    nothing changes any more, differ from that mixture at every position beyond.
+    """
+    ends = [float(row[name]) for name in ("low", "null_high", "null_end_high") if row.get(name) is not None]
+    if len(ends) < 3 or not all(map(math.isfinite, ends)):
+        return None
+    return ends[0] > max(ends[1:])
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -354,6 +373,7 @@ def _compare(
             for place, (position, result) in enumerate(zip(run.positions, results, strict=True)):
                 sampled = carried.states[position]
                 for measure in MEASURES:
+                    numbers = result.row(measure)
                     found.shift.append(
                         {
                             "layer": head.layer,
@@ -365,7 +385,8 @@ def _compare(
                             "n_documents": int(np.unique(sampled.documents).size),
                             "n_reference": len(reference.states),
                             "n_reference_documents": int(np.unique(reference.states.documents).size),
-                            **result.row(measure),
+                            **numbers,
+                            "beyond": beyond(numbers),
                         }
                     )
                 novelty[name][number, place] = result.novelty

@@ -37,15 +37,18 @@ NULL_DRAWS = 3
 
 @dataclass(frozen=True)
 class Reference:
-    """States that training met, and held-out states of the same law.
+    """States that training met, and held-out states that training could have met.
 
     Attributes:
-        nulls: NULL_DRAWS sets, or none.
+        nulls: NULL_DRAWS sets of the same law: after 1 … T tokens; or none.
+        ends: after exactly T tokens of the windows of one of those sets, from the same initial states; or None. Training met
+            states of all positions up to T, so that even states that have settled by T are of another law than `nulls`.
         facts: what the manifest says.
     """
 
     states: Sampled
     nulls: tuple[Sampled, ...]
+    ends: Sampled | None
     facts: dict[str, Any]
 
 
@@ -102,12 +105,13 @@ class Measurement:
         """A generator of its own for each purpose."""
         return np.random.default_rng((self.shift.seed, number))
 
-    def resample(self, documents: npt.NDArray[np.str_]) -> Resamples:
+    def resample(self, documents: npt.NDArray[np.str_], *, training: bool = False) -> Resamples:
+        """Resamples of one side; the two sides, read from different documents, are drawn apart."""
         return resample(
             documents.tolist(),
             resamples=self.shift.resamples,
             confidence=self.shift.confidence,
-            generator=self.generator(1),
+            generator=self.generator(10 if training else 1),
         )
 
     def count(self, what: str) -> Count:
@@ -127,26 +131,31 @@ class Measurement:
         batch = ShuffledWindows(self.store, "train", context, count, shift.seed).batch(0)
         ids = self.store.documents("train").ids[batch.document.numpy()]
         own = self._from_zero(batch.tokens[:, :-1].numpy(), ids, None, generator, "states met in training, zero start")
-        nulls = []
+        nulls, ends = [], None
         for draw in range(NULL_DRAWS):
             first = generator.integers(shift.length - context + 1, size=len(self.texts))
             tokens = np.stack([text.read(self.store, int(start), context) for text, start in zip(self.texts, first, strict=True)])
             what = f"held-out states inside training, zero start, {draw + 1} of {NULL_DRAWS}"
             nulls.append(self._from_zero(tokens, self.documents, self.test_folds, generator, what))
-        facts = {"initial_state": "zero", "steps": None, **_facts(own, nulls)}
-        return Reference(own, tuple(nulls), facts)
+            if draw == 0:
+                what = "held-out states at the end of training, zero start"
+                ends = self._from_zero(tokens, self.documents, self.test_folds, None, what)
+        facts = {"initial_state": "zero", "steps": None, **_facts(own, nulls, ends)}
+        return Reference(own, tuple(nulls), ends, facts)
 
     def _from_zero(
         self,
         tokens: Integers,
         documents: npt.NDArray[np.str_],
         folds: dict[str, int] | None,
-        generator: np.random.Generator,
+        generator: np.random.Generator | None,
         what: str,
     ) -> Sampled:
-        """The state of each window, (n, T), after a random number of its tokens."""
+        """The state of each window, (n, T), after a random number of its tokens, or after all without a generator."""
         count = tokens.shape[0]
-        positions = np.asarray(generator.integers(1, self.context + 1, size=count))
+        positions = np.full(count, self.context)
+        if generator is not None:
+            positions = np.asarray(generator.integers(1, self.context + 1, size=count))
         folds = folds or grouped_folds(*_counted(documents), max(1, self.folds))
         states = self.states(count)
         size = max(1, self.settings.rows * self.settings.segment_tokens // self.context)
@@ -186,9 +195,10 @@ class Measurement:
         shift = self.shift
         replay = Replay(self.store, "train", training, self.context, shift.reference_states)
         chosen, folds = self._choose(replay.met(), shift.reference_states, "train", None)
-        own = self._met(replay, chosen, "train", folds, "states met in training, replayed")
+        own, _ = self._met(replay, chosen, "train", folds, 0, "states met in training, replayed")
         held_out = Replay(self.store, shift.split, training, self.context, NULL_DRAWS * len(self.texts))
         nulls: list[Sampled] = []
+        ends: Sampled | None = None
         if held_out.steps >= 1:
             quota = None
             if shift.streams == "documents":
@@ -196,7 +206,13 @@ class Measurement:
                 quota = {name: NULL_DRAWS * count for name, count in zip(names, counts, strict=True)}
             chosen, folds = self._choose(held_out.met(), NULL_DRAWS * len(self.texts), shift.split, quota)
             if len(chosen) >= NULL_DRAWS:
-                nulls = _split(self._met(held_out, chosen, shift.split, folds, "held-out states inside training, replayed"))
+                draw = _draws(self.store.documents(shift.split).ids[chosen.document])
+                # The windows of the first set are read to their end as well: last in the order of reading.
+                first = np.flatnonzero(draw == 0)
+                again = chosen.take(np.concatenate([np.arange(len(chosen)), first]))
+                what = "held-out states inside training, replayed"
+                inside, ends = self._met(held_out, again, shift.split, folds, first.size, what)
+                nulls = [inside.take(np.flatnonzero(draw == number)) for number in range(NULL_DRAWS)]
         facts = {
             "initial_state": training.arm.initial_state,
             "steps": training.steps,
@@ -206,9 +222,9 @@ class Measurement:
             "steps_replayed_held_out": held_out.steps,
             "rows_replayed_held_out": held_out.rows if held_out.steps else 0,
             "weights": "final, frozen",
-            **_facts(own, nulls),
+            **_facts(own, nulls, ends),
         }
-        return Reference(own, tuple(nulls), facts)
+        return Reference(own, tuple(nulls), ends, facts)
 
     def _choose(self, met: Met, count: int, split: str, quota: Mapping[str, int] | None) -> tuple[Met, dict[str, int]]:
         """Windows whose states are taken, and the fold of each document."""
@@ -222,10 +238,14 @@ class Measurement:
         wanted = None if quota is None else {index: quota[str(ids[index])] for index in folds}
         return choose(met, count, folds, max(1, self.folds), wanted, self.shift.seed), of_name
 
-    def _met(self, replay: Replay, chosen: Met, split: str, folds: Mapping[str, int], what: str) -> Sampled:
+    def _met(
+        self, replay: Replay, chosen: Met, split: str, folds: Mapping[str, int], ends: int, what: str
+    ) -> tuple[Sampled, Sampled]:
+        """The states of chosen windows after a random number of their tokens, and of the last `ends` after all T."""
         generator = self.generator(3)
         count = len(chosen)
         positions = np.asarray(generator.integers(1, self.context + 1, size=count))
+        positions[count - ends :] = self.context
         states = self.states(count)
         if count:
             replay.read(
@@ -239,7 +259,8 @@ class Measurement:
             )
         documents = self.store.documents(split).ids[chosen.document]
         ages = np.where(chosen.age == NO_AGE, NO_AGE, chosen.age + positions)
-        return self._sampled(states, documents, folds, chosen.chain, positions, ages)
+        found = self._sampled(states, documents, folds, chosen.chain, positions, ages)
+        return found.take(np.arange(count - ends)), found.take(np.arange(count - ends, count))
 
     def carried(self) -> Carried:
         """Read every text once from zero: the states at the positions, and the losses after them."""
@@ -332,17 +353,17 @@ def _counted(documents: npt.NDArray[np.str_]) -> tuple[list[str], list[int]]:
     return [str(name) for name in names], [int(count) for count in counts]
 
 
-def _split(sampled: Sampled) -> list[Sampled]:
-    """The states dealt to NULL_DRAWS sets, those of each document to all sets in turn."""
-    order = np.argsort(sampled.documents, kind="stable")
-    draw = np.empty(len(sampled), dtype=np.int64)
-    _, starts = np.unique(sampled.documents[order], return_index=True)
-    for first, last in zip(starts, [*starts[1:], len(sampled)], strict=True):
+def _draws(documents: npt.NDArray[np.str_]) -> Integers:
+    """States dealt to NULL_DRAWS sets, those of each document to all sets in turn: the set of each."""
+    order = np.argsort(documents, kind="stable")
+    draw = np.empty(documents.size, dtype=np.int64)
+    _, starts = np.unique(documents[order], return_index=True)
+    for first, last in zip(starts, [*starts[1:], documents.size], strict=True):
         draw[order[first:last]] = np.arange(last - first) % NULL_DRAWS
-    return [sampled.take(np.flatnonzero(draw == number)) for number in range(NULL_DRAWS)]
+    return draw
 
 
-def _facts(own: Sampled, nulls: Sequence[Sampled]) -> dict[str, Any]:
+def _facts(own: Sampled, nulls: Sequence[Sampled], ends: Sampled | None) -> dict[str, Any]:
     ages = own.ages[own.ages != NO_AGE]
     return {
         "states": len(own),
@@ -351,5 +372,6 @@ def _facts(own: Sampled, nulls: Sequence[Sampled]) -> dict[str, Any]:
         "age_median": float(np.median(ages)) if ages.size else None,
         "age_largest": int(ages.max()) if ages.size else None,
         "null_states": [len(null) for null in nulls],
+        "null_end_states": 0 if ends is None else len(ends),
         "null_documents": int(np.unique(np.concatenate([null.documents for null in nulls])).size) if nulls else 0,
     }

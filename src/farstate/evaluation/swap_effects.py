@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -122,7 +123,8 @@ def explains(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     interval that excludes zero. Judged for heads swapped one at a time and for each group swapped together.
 
     Returns:
-        `alone`, `together`: true, false, or None where a number is missing; `excess`: whether it is above zero.
+        `alone`, `together`: true, false, or None where a number or an interval is missing; `excess`: whether it is above zero,
+        None without an interval.
     """
 
     def find(group: str, source: str, jointly: bool) -> Mapping[str, Any] | None:
@@ -133,7 +135,7 @@ def explains(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 for row in rows
                 if (row["group"], row["source"], row["together"]) == wanted
                 and row.get("layer") is None
-                and row.get("value") is not None
+                and all(row.get(name) is not None and math.isfinite(row[name]) for name in ("value", "low", "high"))
             ),
             None,
         )

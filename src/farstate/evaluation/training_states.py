@@ -117,7 +117,9 @@ class Met:
 class Replay:
     """A post-training's windows and initial states, on the split it read or on another.
 
-    On another split the same intervention reads other documents: as many of its steps as that split has windows for.
+    On another split the same intervention reads other documents. A split with windows for fewer steps of whole batches is read
+    for all steps with fewer rows where these do not depend on each other, so that initial states get as old as in training;
+    otherwise, or with windows for less than a row, for as many steps as it has windows for.
 
     Args:
         wanted: states that will be taken. Where the rows of a batch do not depend on each other, only the first so many
@@ -137,7 +139,9 @@ class Replay:
         self.rows, self.micro_batches = rows, training.micro_batches
         self.steps = training.steps
         if split != "train":
-            # A smaller split has windows for fewer steps; below one whole batch, for fewer rows where they are independent.
+            if training.rows_apart:
+                rows = max(1, min(rows, windows // training.steps))
+            self.rows = rows
             self.steps = min(training.steps, windows // rows)
         self._streams: _Batches | None = None
         if self.steps < 1:

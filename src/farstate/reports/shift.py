@@ -28,6 +28,7 @@ from farstate.reports.theme import ArmStyle, Spec, arm_styles, configuration
 _LABELS = ("model", "arm", "seed", "train_length", "position")
 SHIFT_COLUMNS = (
     *(*_LABELS, "layer", "head", "reference", "measure", "value", "low", "high", "null", "null_low", "null_high"),
+    *("null_end", "null_end_low", "null_end_high", "beyond"),
     *("n_states", "n_documents", "n_reference", "n_reference_documents", "interval", "reason"),
 )
 ASSOCIATION_COLUMNS = (*(*_LABELS, "reference", "across", "layer", "head", "value", "low", "high", "p", "p_holm", "n", "reason"),)
@@ -35,8 +36,8 @@ SWAP_COLUMNS = (
     *(*_LABELS, "group", "source", "together", "layer", "head", "heads", "drift", "value", "low", "high"),
     *("n_texts", "n_documents", "interval", "reason"),
 )
-_VARYING_CURVE = ("position", "value", "null_low", "null_high", "band", "counted")
-_VARYING_HEAD = ("layer", "head", "place", "order", "position", "value", "above", "shown", "interval", "band")
+_VARYING_CURVE = ("position", "value", "null_low", "null_high", "end", "band", "end_band", "counted")
+_VARYING_HEAD = ("layer", "head", "place", "order", "position", "value", "above", "shown", "interval", "band", "end_band")
 _VARYING_SWAP = ("what", "order", "source", "kind", "value", "low", "high", "interval")
 
 
@@ -215,7 +216,7 @@ def _curve_rows(run: Run, measure: Measure) -> list[Row]:
             record = shift_text.summary_of(run, measure.name, position)
             if record is None or not text.finite(record[kind]) or (measure.logarithmic and record[kind] <= 0.0):
                 continue
-            low, high = record["null_low"], record["null_high"]
+            low, high, end = record["null_low"], record["null_high"], record["null_end_high"]
             if low is not None and measure.logarithmic:
                 # The band may reach zero, which has no place on a logarithmic axis.
                 low = max(low, 0.1 * record["null"])
@@ -229,6 +230,7 @@ def _curve_rows(run: Run, measure: Measure) -> list[Row]:
                     },
                     **{"kind": kind, "what": what, "position": position, "value": rounded(record[kind])},
                     **{"null_low": _rounded(low), "null_high": _rounded(high), "band": _between(record, "null_low", "null_high")},
+                    **{"end": _rounded(end), "end_band": _between(record, "null_end_low", "null_end_high")},
                     "counted": f"{record['above']} of {record['with_band']} heads" if record["with_band"] else "no band",
                 }
             )
@@ -247,19 +249,14 @@ def _head_rows(run: Run, measure: Measure) -> list[Row]:
                 "label": run["label"],
                 **{"layer": record["layer"], "head": record["head"], "place": f"{record['layer']}.{record['head']}"},
                 "order": record["layer"] * 100_000 + record["head"],
-                **{"position": record["position"], "value": value, "above": _above(record)},
+                **{"position": record["position"], "value": value, "above": record["beyond"]},
                 "shown": record["reason"] or "none" if value is None else f"{value:.4g}",
                 "interval": _between(record, "low", "high"),
                 "band": _between(record, "null_low", "null_high"),
+                "end_band": _between(record, "null_end_low", "null_end_high"),
             }
         )
     return rows
-
-
-def _above(record: Mapping[str, Any]) -> bool | None:
-    if not (text.finite(record["low"]) and text.finite(record["null_high"])):
-        return None
-    return bool(record["low"] > record["null_high"])
 
 
 def _limit(runs: Sequence[Run], measure: Measure) -> float:
@@ -339,7 +336,7 @@ def _seed(run: Run) -> str:
 
 
 def _summary_lines(run: Run, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A line for each position: the median head by measure, what lies inside training, how many heads are above."""
+    """A line for each position: the median head by measure, what lies inside training and at its end, how many heads are above."""
     lines = []
     for position in run["positions"]:
         cells = []
@@ -349,9 +346,8 @@ def _summary_lines(run: Run, runs: Sequence[Run]) -> list[dict[str, Any]]:
                 cells.append({"title": measure.title, "value": text.NONE, "band": "", "above": ""})
                 continue
             write = (lambda value: f"{value:.2f}") if measure.name == "accuracy" else shift_text.number
-            band, above = "", ""
-            if record["null_high"] is not None:
-                band = f"inside training {write(record['null_low'])} to {write(record['null_high'])}"
+            band, above = shift_text.bands(record, write), ""
+            if record["with_band"]:
                 above = f"{record['above']} of {record['with_band']} heads above"
             value = f"{write(record['median'])}, largest {write(record['largest'])}"
             cells.append({"title": measure.title, "value": value, "band": band, "above": above})
@@ -382,6 +378,12 @@ def _met(run: Run, runs: Sequence[Run]) -> str:
         said += f"; null band: {len(met['null_states'])} × {min(met['null_states']):,} held-out states of {met['null_documents']} documents"
     else:
         said += "; no null band: the held-out split is too small for the replay"
+    replayed = met.get("steps_replayed_held_out")
+    if replayed is not None and replayed != met["steps_replayed"]:
+        said += (
+            f". The held-out split has text for {replayed:,} steps only against {met['steps_replayed']:,}: initial states of its null bands "
+            "are younger"
+        )
     return f"{said}. Tested: {facts['stretches']:,} stretches of {facts['documents']} held-out documents."
 
 
@@ -452,7 +454,10 @@ def _sheet(about: About, card: Context, rows: Sequence[Spec]) -> Spec:
                 "encoding": {"text": {"field": "text"}},
             }
         ]
-    lines = ["Line: median head, dashed: largest; band: held-out states inside training. Dashed vertical: training length."]
+    lines = [
+        "Line: median head, dashed: largest; band: held-out states inside training, dotted: upper end of those at its end. "
+        "Dashed vertical: training length."
+    ]
     if card.budget:
         lines.append(card.budget)
     return {

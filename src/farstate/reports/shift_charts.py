@@ -41,7 +41,8 @@ _TOOLTIP: list[Spec] = [
     {"field": "what", "title": "heads"},
     {"field": "value", "title": "value", "format": ".4~r"},
     {"field": "band", "title": "inside training"},
-    {"field": "counted", "title": "above it"},
+    {"field": "end_band", "title": "at T_train"},
+    {"field": "counted", "title": "above both"},
 ]
 _HEAD_TOOLTIP: list[Spec] = [
     {"field": "label", "title": "arm"},
@@ -51,6 +52,7 @@ _HEAD_TOOLTIP: list[Spec] = [
     {"field": "shown", "title": "value"},
     {"field": "interval", "title": "interval"},
     {"field": "band", "title": "inside training"},
+    {"field": "end_band", "title": "at T_train"},
 ]
 _SWAP_TOOLTIP: list[Spec] = [
     {"field": "label", "title": "arm"},
@@ -64,8 +66,8 @@ _SWAP_TOOLTIP: list[Spec] = [
 def screen_curves(heading: str, measure: Measure, styles: Sequence[ArmStyle], context: int) -> Spec:
     """Median and largest head of every arm by position, for the page, which supplies the data set `rows`.
 
-    Each row has `arm`, `label`, `seed`, `position`, `kind` (median, largest), `what`, `value`, `null_low`, `null_high`, `band` and
-    `counted` in words.
+    Each row has `arm`, `label`, `seed`, `position`, `kind` (median, largest), `what`, `value`, `null_low`, `null_high`, `end` (upper
+    end of the null band at T_train), and in words `band`, `end_band` and `counted`.
     """
     return {
         **_frame(heading, 250),
@@ -92,7 +94,7 @@ def screen_strip(heading: str, measure: Measure, rows: Sequence[Row], limit: flo
     """All heads of an arm side by side, a line for each position, coloured by the measure; data set `rows` from the page.
 
     Each row has `label`, `layer`, `head`, `place` (layer.head), `order`, `position`, `value`, `above`, and in words `shown`, `interval`,
-    `band`; a ring marks a head that does not lie above its null band, grey one without a number.
+    `band`, `end_band`; a ring marks a head that does not lie above its null bands, grey one without a number.
 
     Args:
         rows: of the strip, for its height.
@@ -203,6 +205,11 @@ def _curve_layers(measure: Measure, styles: Sequence[ArmStyle], context: int, *,
                 "color": bare,
                 "detail": curve,
             },
+        },
+        {
+            "transform": [*medians, {"filter": "isValid(datum.end)" + (" && datum.end > 0" if measure.logarithmic else "")}],
+            "mark": {"type": "line", "strokeWidth": 1.2, "strokeDash": [1, 2], "aria": False},
+            "encoding": {"x": x, "y": {**y, "field": "end"}, "color": bare, "detail": curve},
         },
         {
             "data": {"values": [{"position": context}]},
