@@ -325,6 +325,21 @@ def test_padding_brings_nothing_new() -> None:
     assert not found.broken
 
 
+@pytest.mark.parametrize(("rows", "vocabulary_size"), [(1, None), (7, None), (50, VOCABULARY)])
+def test_a_head_that_breaks(rows: int, vocabulary_size: int | None) -> None:
+    """One row of the head that is not finite leaves no distribution anywhere: not even a whole text is at no distance of itself."""
+    model = small_model()
+    texts = 1 + model_checks.tokens(VOCABULARY - 1, 2, 24).numpy()
+    head = model.head_weight.detach().clone()
+    head[0] = torch.nan
+    model.lm_head.weight = torch.nn.Parameter(head)
+    found = run(model, texts, (0, 4, 22), rows=rows, vocabulary_size=vocabulary_size)
+    assert all(np.isnan(values).all() for values in found.values.values())
+    # Of the last five predictions the first, of a start behind it the only one that is taken.
+    expected = [Break(text, start, at) for start, at in ((0, 19), (4, 19), (22, 23)) for text in (0, 1)]
+    assert found.broken == expected
+
+
 # --- the stage -------------------------------------------------------------------------------------------
 
 LABELS = {"model": "small", "arm": "base", "seed": 0}

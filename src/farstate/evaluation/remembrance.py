@@ -85,7 +85,8 @@ class Sweep:
         starts: start points t, ascending.
         values: by target, float64, shape (texts, starts, 4), the last axis as `DISTANCES`. NaN where the model's output is not
             finite, and, for a mean over last positions, where not all of them lie at or after the start.
-        broken: of every row whose hidden states are not all finite, the first such position.
+        broken: of every row whose hidden states are not all finite, the first such position; and of every other row that has a
+            distance that is not finite, as the head alone may make it, the first position of one.
     """
 
     starts: tuple[int, ...]
@@ -248,7 +249,12 @@ def sweep(
         reference += [ending for (start, _), ending in zip(group, endings, strict=True) if start == 0]
         others = [reference[text][-count:] for (_, text), count in zip(group, kept, strict=True)]
         itself = [start == 0 for start, _ in group]
-        for (start, text), distances in zip(group, _distances(model, endings, others, itself, vocabulary_size), strict=True):
+        found = _distances(model, endings, others, itself, vocabulary_size)
+        for (start, text), ending, other, distances in zip(group, endings, others, found, strict=True):
+            lost = np.flatnonzero(~np.isfinite(distances).all(axis=1))
+            # A hidden state that is not finite, its own or that of the whole text, has been noted where it began.
+            if lost.size and bool((ending.isfinite().all() & other.isfinite().all()).item()):
+                broken.append(Break(text, start, length + 1 - len(distances) + int(lost[0])))
             if start in wanted:
                 place = wanted.index(start)
                 values[SINGLE][text, place] = distances[-1]
@@ -335,7 +341,10 @@ def segment_ends(lengths: Sequence[int], segment_tokens: int) -> list[int]:
 def _distances(
     model: Model, endings: Sequence[Tensor], others: Sequence[Tensor], itself: Sequence[bool], vocabulary_size: int | None
 ) -> Iterator[Floats]:
-    """For each row its distances, (kept, 4), float64; zero where it is held against itself, NaN where a hidden state is not finite."""
+    """For each row its distances, (kept, 4), float64; zero where it is held against itself, NaN where a hidden state is not finite.
+
+    A head that is not finite gives no distribution: all are NaN.
+    """
     compared = [row for row, same in enumerate(itself) if not same]
     found: dict[int, Floats] = {}
     with torch.inference_mode():
@@ -349,11 +358,12 @@ def _distances(
             for row in compared:
                 found[row] = parts[at : at + len(endings[row])]
                 at += len(endings[row])
+        head_finite = bool(model.head_weight[:vocabulary_size].isfinite().all())
         for row, ending in enumerate(endings):
             if row in found:
                 yield found[row]
             else:
-                finite = ending.isfinite().all(-1).cpu().numpy()
+                finite = head_finite & ending.isfinite().all(-1).cpu().numpy()
                 yield np.where(finite[:, None], np.zeros((len(ending), len(DISTANCES))), np.nan)
 
 
