@@ -350,19 +350,20 @@ def test_states_that_have_settled_are_not_beyond_training_and_shifted_ones_are(t
     ]
     run.resamples = run.resample(tested[0].documents)
     tests = HeadTests(run, reference)
-    rows = [[result.row(measure) for result in tests.of_head(head, tested)] for head in range(heads) for measure in MEASURES]
+    results = [tests.of_head(head, tested) for head in range(heads)]
+    rows = [[result.row(measure) for result in of_head] for of_head in results for measure in MEASURES]
     found = np.array([[beyond(row) for row in of_head] for of_head in rows]).reshape(heads, len(MEASURES), 3).sum(0)
     one_band = sum(row["low"] > row["null_high"] for of_head in rows for row in of_head[:2])
     print(f"beyond training, of {heads} heads, by measure: {found.tolist()}; above the band inside training alone: {one_band}")
     assert found[:, :2].max() <= 2
     assert found[:, :2].sum() <= 0.05 * 2 * len(MEASURES) * heads
     assert (found[:, 2] == heads).all()
-    assert one_band > 0.2 * 2 * len(MEASURES) * heads, "the band at the end is what keeps them from being called new"
+    assert one_band > found[:, :2].sum(), "the band at the end is what keeps them from being called new"
 
 
 def test_the_two_sides_are_resampled_apart():
     run = Measurement.__new__(Measurement)
-    run.shift = params.Shift(length=64, resamples=5)
+    run.shift = params.Shift(length=64, resamples=100)
     names = np.repeat([f"{number}" for number in range(30)], 2)
     ours, theirs = run.resample(names, training=True), run.resample(names)
     assert not np.array_equal(ours.weights, theirs.weights)
