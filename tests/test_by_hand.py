@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from farstate import cli
 from farstate.corpus.store import TokenStore, write_store
 from farstate.errors import FarstateError
-from farstate.evaluation import stages
+from farstate.evaluation import by_hand, stages
 from farstate.files import write_manifest
 from farstate.models.checkpoints import load_model, save_model
 from farstate.models.language_model import LanguageModel
@@ -193,9 +194,55 @@ def test_the_arm_s_record_is_handed_on(trained: Path, held_out: Path, here: Path
     for given in ([], ["--arm-record", trained / "manifest.json"]):
         with pytest.raises(FarstateError, match="seen"):
             called("shift", trained, "--corpus", held_out, *given)
-    assert seen[0] is None
+    assert seen[0] == seen[1]  # a checkpoint that says itself how it was trained
     assert set(seen[1]) == {"arm", "steps", "seed", "stretch_tokens", "recipe"}
     assert seen[1]["arm"] == {"initial_state": "random_noise", "sigma": 0.5}
+    save_model(load_model(trained), here / "bare")
+    with pytest.raises(FarstateError, match="seen"):
+        called("shift", here / "bare", "--corpus", held_out, "--context", 8)
+    assert seen[2] is None
+    # The record of another training, of this model or another.
+    record = json.loads((trained / "manifest.json").read_text())
+    for name, change in (("name", "other.random_noise.s3"), ("key", "00000000"), ("upstream", {"checkpoint": ["elsewhere"]})):
+        (here / "other.json").write_text(json.dumps(record | {name: change}))
+        with pytest.raises(FarstateError, match=r"--arm-record: .*other.json is the record of .*, the checkpoint .* leave it out"):
+            called("shift", trained, "--corpus", held_out, "--arm-record", here / "other.json")
+    (here / "bare/manifest.json").write_text(json.dumps(record | {"rule": "pretrain"}))
+    with pytest.raises(FarstateError, match=r"--arm-record: .* was trained from zero states"):
+        called("shift", here / "bare", "--corpus", held_out, "--arm-record", trained / "manifest.json")
+    assert len(seen) == 3
+
+
+def test_a_snapshot_is_an_arm_of_its_own(here: Path) -> None:
+    """Labels as the pipeline's, and a default folder that names the training whole, its seed and key included."""
+    folder = here / "tiny.s3-0123abcd"
+    folder.mkdir()
+    about = {"rule": "pretrain", "name": "tiny.s3", "params": {"seed": 3, "context": 8}}
+    snapshot = folder / "snapshot-000000065536.safetensors"
+    snapshot.touch()
+    (folder / "model.safetensors").touch()
+    assert by_hand._labels(about, snapshot) == {"model": "tiny", "arm": "snapshot_65536", "seed": 3}
+    assert by_hand._labels(about, folder / "model.safetensors") == {"model": "tiny", "arm": "base", "seed": 3}
+    assert by_hand._labels(about, folder) == {"model": "tiny", "arm": "base", "seed": 3}
+    assert by_hand._name(about, folder) == "tiny.s3-0123abcd"
+    assert by_hand._name(about, snapshot) == "tiny.s3-0123abcd.snapshot-000000065536"
+    assert by_hand._name({}, here / "RWKV.pth") == "RWKV"
+
+
+def test_nothing_beyond_training_is_said(home: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--corpus", home / "half.jsonl.gz", "--bins-per-octave", 1, "--length", 32, "--documents", 2)
+    for context, said in ((32, True), (31, False)):
+        called("perplexity", home / "model", *given, "--context", context)
+        assert ("no position beyond the training length was measured" in capsys.readouterr().out) == said
+
+
+def test_weights_that_lost_their_header_are_named(home: Path, held_out: Path, here: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_model(load_model(home / "model"), here / "again")
+    save_file(load_file(here / "again/model.safetensors"), here / "again/model.safetensors")
+    with pytest.raises(FarstateError, match="its header holds no configuration of a model"):
+        called("states", here / "again", "--corpus", held_out, "--context", 8, "--length", 32)
 
 
 @pytest.mark.parametrize("rule", ["perplexity", "states", "remembrance"])
@@ -205,7 +252,10 @@ def test_what_breaks_is_told(rule: str, trained: Path, held_out: Path, here: Pat
         model.backbone.layers[0].mixer.dt_bias.fill_(float("nan"))
     save_model(model, here / "spoilt")
     called(rule, here / "spoilt", "--corpus", held_out, "--context", 8, *options(SMALL[rule]), "--output", "out")
-    assert "not finite: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    if rule == "perplexity":
+        assert "not finite: carried, first at position 1 (" in said
+    assert re.search(r"not finite: .*first at position \d+ \((\d) of \1 texts\), first in document \w+", said)
 
 
 @pytest.mark.parametrize("rule", SMALL)
@@ -259,6 +309,10 @@ def test_bad_input_is_explained_in_a_line(home: Path, trained: Path, held_out: P
     model, texts = home / "model", home / "texts.jsonl"
     (here / "empty").mkdir()
     (here / "other.json").write_text('{"rule": "pretrain", "params": {}}')
+    (here / "latin.txt").write_bytes("déjà vu".encode("latin-1"))
+    (here / "empty.jsonl").write_text("")
+    (here / "alone").mkdir()
+    (here / "alone/store.json").write_text('{"shards": [{"path": "../tokens.absent"}]}')
     (here / "one.txt").write_text("One document only. " * 40)
     small = LanguageModel(Mamba2Config(vocabulary_size=20, width=8, layers=1, state_size=4, head_size=8))
     save_model(small, here / "small")
@@ -276,20 +330,36 @@ def test_bad_input_is_explained_in_a_line(home: Path, trained: Path, held_out: P
         ("states", (model, "--corpus", "absent.txt", "--context", 8), "'absent.txt': no file matches"),
         ("states", (model, "--corpus", home / "model/config.json", "--context", 8), "not a kind of file that holds documents"),
         ("states", (model, "--corpus", held_out, "--tokenizer", model, "--context", 8), "--tokenizer: .* is a token store"),
-        ("states", (trained, "--corpus", texts), "tokenizer.json: no such file; give --tokenizer FILE"),
+        ("states", (trained, "--corpus", texts), "no tokenizer.json beside it; give --tokenizer results/corpus/tokenizer"),
         ("states", (model, *good, "--text-key", "body"), "no text under 'body'"),
         ("states", (model, *good, "--length", 1), "--length: 1 is not allowed"),
         ("states", (model, *good, "--length", 10**6), "no document has 1000001 tokens; .* lower --length, give more text"),
         ("states", (here / "small", "--corpus", held_out, "--context", 8, "--length", 32), "knows 20 symbols, the token store"),
         ("states", (model, *good, "--device", "tpu", "--length", 32), "'tpu' is unknown"),
-        ("remembrance", (model, *good, "--length", 64, "--starts", "0,65"), "start point 65 is beyond T = length = 64"),
+        ("remembrance", (model, *good, "--length", 64, "--starts", "0,65"), "--starts: 65 is no start point; allowed are 0 … 64"),
         ("remembrance", (model, *good, "--length", 64, "--starts", "0,a"), "--starts: '0,a' is not a list of whole numbers"),
-        ("remembrance", (model, *good, "--length", 64, "--starts", "3,3"), "starts must differ"),
-        ("remembrance", (model, *good, "--length", 32), "last = 64 positions do not fit into length = 32"),
-        ("shift", (model, *good, "--length", 64, "--positions", "8,65"), "65 of positions is beyond length = 64"),
+        ("remembrance", (model, *good, "--length", 64, "--starts", "3,3"), "--starts: 3 is given twice"),
+        (
+            "remembrance",
+            (model, *good, "--length", 32),
+            "--last: 64 positions do not fit into --length 32; give --last 32 or less",
+        ),
+        (
+            "shift",
+            (model, *good, "--length", 64, "--positions", "8,65"),
+            "--positions: 65 is not a position that is read; allowed are 1 … 64",
+        ),
         ("shift", (model, *good, "--arm-record", here / "other.json"), "not the record of a post-training"),
         ("shift", (model, *good, "--arm-record", "absent.json"), "absent.json: no such file"),
         ("shift", (model, "--corpus", here / "one.txt", "--context", 8), "all documents fell on one side"),
+        ("states", (model, "--corpus", here / "latin.txt", "--context", 8), "not utf-8 .*; convert it to UTF-8$"),
+        (
+            "states",
+            (model, "--corpus", here / "empty.jsonl", "--context", 8),
+            "--corpus: no document is left .*; give files that hold",
+        ),
+        ("states", (model, "--corpus", here / "alone", "--context", 8), "needs the token shard .*, which is not there"),
+        ("check", (), "params.yaml: no such file; run `farstate check` in the repository's folder"),
         ("perplexity", (model, *good, "--end-of-text", "none"), "--end-of-text: only with --text"),
     ):
         with pytest.raises(FarstateError, match=match) as caught:

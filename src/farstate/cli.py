@@ -51,7 +51,8 @@ What = Annotated[
     str,
     typer.Argument(
         metavar="RECORD|CHECKPOINT",
-        help="a stage's record (.json, written by Snakemake); or a checkpoint: its folder, file or hub name",
+        help="a stage's record (.json, written by Snakemake); or, with --corpus, a checkpoint to measure by hand: its folder, file or "
+        "hub name",
         show_default=False,
     ),
 ]
@@ -68,21 +69,35 @@ CorpusOption = Annotated[
         show_default=False,
     ),
 ]
-TokenizerOption = Annotated[str, typer.Option(help="of text files, a tokenizer.json; auto: that beside the checkpoint")]
-TextKey = Annotated[str, typer.Option(help="the field or column that holds a document's text")]
+TokenizerOption = Annotated[
+    str, typer.Option(help="of text files, a tokenizer.json; auto: that beside the checkpoint", rich_help_panel=_BY_HAND)
+]
+TextKey = Annotated[str, typer.Option(help="the field or column that holds a document's text", rich_help_panel=_BY_HAND)]
 ContextOption = Annotated[
     int | None,
     typer.Option(help="T_train in tokens; default: as the checkpoint says", rich_help_panel=_BY_HAND, show_default=False),
 ]
-Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda; default: that of config/settings.yaml", show_default=False)]
-Documents = Annotated[int | None, typer.Option(help="read only the first so many documents", show_default=False)]
+Device = Annotated[
+    str | None,
+    typer.Option(help="auto, cpu or cuda; default: that of config/settings.yaml", rich_help_panel=_BY_HAND, show_default=False),
+]
+Documents = Annotated[
+    int | None,
+    typer.Option(
+        help="read only the first so many documents; default: all that are long enough",
+        rich_help_panel=_BY_HAND,
+        show_default=False,
+    ),
+]
 Length = Annotated[
     int | None, typer.Option(help="positions 1 … length are measured; default 8192", rich_help_panel=_BY_HAND, show_default=False)
 ]
 Stretches = Annotated[
     int | None,
     typer.Option(
-        help="non-overlapping stretches of a document, each from a zero state", rich_help_panel=_BY_HAND, show_default=False
+        help="non-overlapping stretches of a document, each from a zero state; default 1 (shift: 16)",
+        rich_help_panel=_BY_HAND,
+        show_default=False,
     ),
 ]
 SplitOption = Annotated[
@@ -91,7 +106,9 @@ SplitOption = Annotated[
 ]
 Streams = Annotated[
     Literal["documents", "concatenated"] | None,
-    typer.Option(help="concatenated: documents joined to reach the length", rich_help_panel=_BY_HAND, show_default=False),
+    typer.Option(
+        help="concatenated: documents joined to reach the length; default documents", rich_help_panel=_BY_HAND, show_default=False
+    ),
 ]
 BinsPerOctave = Annotated[
     int | None, typer.Option(help="log-spaced bins; default 2", rich_help_panel=_BY_HAND, show_default=False)
@@ -417,16 +434,29 @@ def remembrance(
     device: Device = None,
     documents: Documents = None,
     length: Annotated[
-        int | None, typer.Option(help="T: predictions after the tokens x_0 … x_T are compared; default 8192", show_default=False)
+        int | None,
+        typer.Option(
+            help="T: predictions after the tokens x_0 … x_T are compared; default 8192",
+            rich_help_panel=_BY_HAND,
+            show_default=False,
+        ),
     ] = None,
     starts: Annotated[
         str | None,
         typer.Option(
-            metavar="T,T,…", help="start points, 0 … T; default: a grid from 0 to T, dense at both ends", show_default=False
+            metavar="T,T,…",
+            help="start points, 0 … T; default: a grid from 0 to T, dense at both ends",
+            rich_help_panel=_BY_HAND,
+            show_default=False,
         ),
     ] = None,
-    starts_per_octave: Annotated[int | None, typer.Option(help="of that grid; default 2", show_default=False)] = None,
-    last: Annotated[int | None, typer.Option(help="positions up to T that are averaged; default 64", show_default=False)] = None,
+    starts_per_octave: Annotated[
+        int | None, typer.Option(help="of that grid; default 2", rich_help_panel=_BY_HAND, show_default=False)
+    ] = None,
+    last: Annotated[
+        int | None,
+        typer.Option(help="positions up to T that are averaged; default 64", rich_help_panel=_BY_HAND, show_default=False),
+    ] = None,
     stretches_per_document: Stretches = None,
     split: SplitOption = None,
     streams: Streams = None,
@@ -462,7 +492,11 @@ def states(
     bins_per_octave: BinsPerOctave = None,
     samples_per_octave: Annotated[
         int | None,
-        typer.Option(help="positions at which largest entry and effective rank are taken; default 1", show_default=False),
+        typer.Option(
+            help="positions at which largest entry and effective rank are taken; default 1",
+            rich_help_panel=_BY_HAND,
+            show_default=False,
+        ),
     ] = None,
     stretches_per_document: Stretches = None,
     split: SplitOption = None,
@@ -497,39 +531,55 @@ def shift(
         Path | None,
         typer.Option(
             help="the record of the checkpoint's post-training, or the manifest.json of its result: its states are the reference; "
-            "without it, states that begin from zero",
+            "default: what the manifest beside the checkpoint says, and without one states that begin from zero",
+            rich_help_panel=_BY_HAND,
             show_default=False,
         ),
     ] = None,
     documents: Documents = None,
-    length: Annotated[int | None, typer.Option(help="longest position; default 8192", show_default=False)] = None,
+    length: Annotated[
+        int | None, typer.Option(help="longest position; default 8192", rich_help_panel=_BY_HAND, show_default=False)
+    ] = None,
     positions: Annotated[
         str | None,
         typer.Option(
             metavar="T,T,…",
             help="positions whose states are compared; default: T_train · 4^k, and the last that fits",
+            rich_help_panel=_BY_HAND,
             show_default=False,
         ),
     ] = None,
     heads: Annotated[
-        int | None, typer.Option(help="at most so many, spread over the layers; default 64", show_default=False)
+        int | None,
+        typer.Option(help="at most so many, spread over the layers; default 64", rich_help_panel=_BY_HAND, show_default=False),
     ] = None,
     minimum_states: Annotated[
-        int | None, typer.Option(help="of a class; with fewer there is no number; default 200", show_default=False)
+        int | None,
+        typer.Option(help="of a class; with fewer there is no number; default 200", rich_help_panel=_BY_HAND, show_default=False),
     ] = None,
     reference_states: Annotated[
-        int | None, typer.Option(help="states of training that are drawn; default 1000", show_default=False)
+        int | None,
+        typer.Option(help="states of training that are drawn; default 1000", rich_help_panel=_BY_HAND, show_default=False),
     ] = None,
     swap_heads: Annotated[
-        int | None, typer.Option(help="heads swapped by drift, and as many at random; default 5", show_default=False)
+        int | None,
+        typer.Option(
+            help="heads swapped by drift, and as many at random; default 5", rich_help_panel=_BY_HAND, show_default=False
+        ),
     ] = None,
     swap_position: Annotated[
-        int | None, typer.Option(help="where states are swapped; default: the largest position", show_default=False)
+        int | None,
+        typer.Option(
+            help="where states are swapped; default: the largest position", rich_help_panel=_BY_HAND, show_default=False
+        ),
     ] = None,
     resamples: Annotated[
-        int | None, typer.Option(help="of the bootstrap over documents; default 1000", show_default=False)
+        int | None,
+        typer.Option(help="of the bootstrap over documents; default 1000", rich_help_panel=_BY_HAND, show_default=False),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="of all draws; default 0", show_default=False)] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="of all draws; default 0", rich_help_panel=_BY_HAND, show_default=False)
+    ] = None,
     stretches_per_document: Stretches = None,
     split: SplitOption = None,
     streams: Streams = None,
@@ -675,6 +725,10 @@ def check(
     from farstate.plan import KINDS, Plan
     from farstate.sources import read_lock
 
+    if not params.exists():
+        raise FarstateError(
+            f"{params}: no such file; run `farstate check` in the repository's folder, or give the path of a parameter file"
+        )
     plan = Plan(load(params), read_lock())
     counts = Counter(stage.rule for stage in plan.stages.values())
     typer.echo(

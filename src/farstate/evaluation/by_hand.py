@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ from farstate.training.progress import notice
 DEFAULT_LENGTH = 8192
 _STORES = "by_hand"
 _COMMAND = "command.json"
+_PIPELINE_TOKENIZER = "results/corpus/tokenizer.<name>-<key>/tokenizer.json"
+_SNAPSHOT = re.compile(r"snapshot-(\d+)\.safetensors")
 # Half of the documents on each side: a two-sample test needs as many states of one as of the other.
 _SHIFT_SPLIT = params.Split(validation=0.0, test=0.5)
 
@@ -107,8 +110,8 @@ def measure(
         context: T_train in tokens; None: as the checkpoint's manifest says.
         tokenizer: of text files; None: that beside the checkpoint.
         text_key: the field or column that holds a document's text.
-        arm_record: of `shift`, the record (or manifest) of the post-training whose states are the reference; None: states
-            that begin from zero.
+        arm_record: of `shift`, the record (or manifest) of the checkpoint's post-training, whose states are the reference; None:
+            what the checkpoint's own manifest says of it, and without one states that begin from zero.
         output: folder; None: `results/by_hand/<rule>.<checkpoint>-<digest of all that was asked>`.
         device: auto, cpu or cuda; None: that of the settings.
 
@@ -125,7 +128,7 @@ def measure(
     path = locate(checkpoint)
     detect_format(path)  # before the texts are read
     about = _manifest_beside(path)
-    training = None if arm_record is None else _training(arm_record)
+    training, reference = (None, "") if rule != "shift" else _reference(arm_record, about, path)
     asked: dict[str, Any] = {
         kind.key: given.model_dump(mode="json"),
         "context": _context(context, about, checkpoint),
@@ -135,12 +138,12 @@ def measure(
         asked["training"] = training
     if output is not None:
         _check_output(output, rule, path)
-    store = _store(corpus, path, tokenizer, text_key, kind, settings)
+    store = _store(corpus, path, tokenizer, text_key, kind, settings, about)
     if output is None:
         digest = hashlib.sha256(
             json.dumps([str(path.resolve()), str(store.resolve()), asked], sort_keys=True).encode()
         ).hexdigest()
-        output = Path("results/by_hand") / f"{rule}.{path.stem}-{digest[:8]}"
+        output = Path("results/by_hand") / f"{rule}.{_name(about, path)}-{digest[:8]}"
     stage = HandStage(rule, asked, {"checkpoint": path, "store": store}, output, settings)
     there = output.exists()
     with backends.use(settings.backend) as operations:
@@ -160,6 +163,8 @@ def measure(
     return [
         f"wrote {output}: {', '.join(sorted(manifest['files']))}",
         f"T_train {asked['context']}, token store {store}",
+        *([reference] if reference else []),
+        *_within(rule, given, asked["context"]),
         *_broken(manifest),
         *_unanswered(output, manifest),
     ]
@@ -185,10 +190,33 @@ def _check_output(output: Path, rule: str, checkpoint: Path) -> None:
 
 
 def _validated(kind: Measure, options: Mapping[str, Any]) -> params.Texts:
+    _check_range(kind, options)
     try:
         return kind.parameters.model_validate(params.as_written(dict(options)))
     except ValidationError as error:
         raise FarstateError(_one_line(error)) from None
+
+
+def _check_range(kind: Measure, options: Mapping[str, Any]) -> None:
+    """Positions within the length, in terms of the options."""
+    fields = kind.parameters.model_fields
+    length = options.get("length", fields["length"].default)
+    if not isinstance(length, int) or length < 2:
+        return
+    starts = options.get("starts") or ()
+    if wrong := [start for start in starts if not 0 <= start <= length]:
+        raise FarstateError(f"--starts: {wrong[0]} is no start point; allowed are 0 … {length} (T, --length)")
+    if twice := [start for number, start in enumerate(starts) if start in starts[:number]]:
+        raise FarstateError(f"--starts: {twice[0]} is given twice; give each start point once")
+    if "last" in fields and (last := options.get("last", fields["last"].default)) > length:
+        raise FarstateError(f"--last: {last} positions do not fit into --length {length}; give --last {length} or less")
+    for name in ("positions", "swap_position"):
+        found = options.get(name)
+        for position in (found,) if isinstance(found, int) else found or ():
+            if not 1 <= position <= length:
+                raise FarstateError(
+                    f"--{name.replace('_', '-')}: {position} is not a position that is read; allowed are 1 … {length} (--length)"
+                )
 
 
 def _one_line(error: ValidationError) -> str:
@@ -204,7 +232,8 @@ def _in_options(message: str, kind: Measure) -> str:
     """A stage's message with the command's option in place of the parameter's key."""
     for name in kind.parameters.model_fields:
         message = message.replace(f"{kind.key}.{name}", f"--{name.replace('_', '-')}")
-    return message.replace("hold out more documents (corpus.split)", "give more text")
+    message = message.replace("hold out more documents (corpus.split)", "give more text")
+    return message.replace("raise its share (corpus.split) or add documents", "choose another --split or give more text")
 
 
 def _manifest_beside(checkpoint: Path) -> dict[str, Any]:
@@ -230,15 +259,23 @@ def _context(given: int | None, about: Mapping[str, Any], checkpoint: str) -> in
 def _labels(about: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Model, arm and seed as the pipeline names them, where the checkpoint is a result of it."""
     name, seed = str(about.get("name", "")), about.get("params", {}).get("seed")
+    snapshot = _SNAPSHOT.fullmatch(path.name)
     end = f".s{seed}"
     if about.get("rule") in ("pretrain", "posttrain") and isinstance(seed, int) and name.endswith(end):
         name = name.removesuffix(end)
         if about["rule"] == "pretrain":
-            return {"model": name, "arm": "base", "seed": seed}
+            return {"model": name, "arm": f"snapshot_{int(snapshot[1])}" if snapshot else "base", "seed": seed}
         model, _, arm = name.rpartition(".")
         if model:
             return {"model": model, "arm": arm, "seed": seed}
-    return {"model": path.stem if path.is_file() else path.name, "arm": "base", "seed": None}
+    return {"model": path.stem if path.is_file() else path.resolve().name, "arm": "base", "seed": None}
+
+
+def _name(about: Mapping[str, Any], path: Path) -> str:
+    """Of the default output folder: that of the checkpoint's folder, whole, and of a result's snapshot beside it."""
+    if path.is_dir():
+        return path.resolve().name
+    return f"{path.resolve().parent.name}.{path.stem}" if about else path.stem
 
 
 def _training(record: Path) -> dict[str, Any]:
@@ -254,8 +291,40 @@ def _training(record: Path) -> dict[str, Any]:
     return {name: asked[name] for name in names}
 
 
+def _reference(record: Path | None, about: Mapping[str, Any], checkpoint: Path) -> tuple[dict[str, Any] | None, str]:
+    """What training's states are the reference, None for states that begin from zero; and a line that says which."""
+    own = about.get("rule")
+    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    if record is None:
+        if own != "posttrain":
+            return None, "reference: states that begin from zero, within the training length"
+        record = folder / MANIFEST
+    training = _training(record)
+    found = read_json(record)
+    if own == "pretrain":
+        raise FarstateError(
+            f"--arm-record: {record} is the post-training {found.get('name')}, {checkpoint} was trained from zero states; leave it out"
+        )
+    if own == "posttrain" and any(about.get(key) != found.get(key) for key in ("name", "key", "params", "upstream")):
+        raise FarstateError(
+            f"--arm-record: {record} is the record of {_named(found)}, the checkpoint {checkpoint} is {_named(about)}; leave it out: the "
+            "checkpoint's own manifest is taken"
+        )
+    return training, f"reference: states of the training {_named(found)} ({training['arm'].get('initial_state')}), by {record}"
+
+
+def _named(found: Mapping[str, Any]) -> str:
+    return "-".join(str(found[key]) for key in ("name", "key") if key in found) or "an unnamed training"
+
+
 def _store(
-    corpus: Sequence[str], checkpoint: Path, tokenizer: Path | None, text_key: str, kind: Measure, settings: Settings
+    corpus: Sequence[str],
+    checkpoint: Path,
+    tokenizer: Path | None,
+    text_key: str,
+    kind: Measure,
+    settings: Settings,
+    about: Mapping[str, Any],
 ) -> Path:
     """The token store's directory that `corpus` is, or one made of its files."""
     directories = [where for where in corpus if Path(where).is_dir()]
@@ -269,9 +338,13 @@ def _store(
             )
         if tokenizer is not None:
             raise FarstateError(f"--tokenizer: {directories[0]} is a token store, its tokens are made already")
+        _check_shards(Path(directories[0]))
         return Path(directories[0])
-    files = list(dict.fromkeys(path for pattern in corpus for path in resolve_files(pattern)))
-    given = tokenizer_of(checkpoint, tokenizer)
+    try:
+        files = list(dict.fromkeys(path for pattern in corpus for path in resolve_files(pattern)))
+    except FarstateError as error:
+        raise FarstateError(_of_texts(str(error))) from None
+    given = _tokenizer(checkpoint, tokenizer, about)
     if given.is_dir():
         given = given / "tokenizer.json"
     notice(f"reading {len(files)} file(s): {files[0]}{' …' if len(files) > 1 else ''}")
@@ -280,8 +353,48 @@ def _store(
     root = Path(settings.scratch) / _STORES / f"text-{digest}"
     with only_one(root / "lock", "the tokenising of this text"):
         if not (root / "store" / MANIFEST).is_file():
-            _write_store(files, corpus, given, text_key, kind, root)
+            try:
+                _write_store(files, corpus, given, text_key, kind, root)
+            except FarstateError as error:
+                raise FarstateError(_of_texts(str(error))) from None
     return root / "store"
+
+
+def _check_shards(store: Path) -> None:
+    contents = read_json(store / STORE)
+    for record in contents.get("shards", []) if isinstance(contents, dict) else []:
+        if not (store / record["path"] / MANIFEST).is_file():
+            raise FarstateError(
+                f"--corpus: the token store {store} needs the token shard {os.path.normpath(store / record['path'])}, which is not there; "
+                "a store holds no tokens itself: copy the shards' folders beside it"
+            )
+
+
+def _tokenizer(checkpoint: Path, given: Path | None, about: Mapping[str, Any]) -> Path:
+    """The tokenizer.json that was given, or that beside the checkpoint; a result of a training has none beside it."""
+    beside = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "tokenizer.json"
+    if given is None and about.get("rule") in ("pretrain", "posttrain") and not beside.exists():
+        made = sorted(Path("results/corpus").glob("tokenizer.*/tokenizer.json"))
+        raise FarstateError(
+            f"{checkpoint}: no tokenizer.json beside it; give --tokenizer {' or '.join(map(str, made)) or _PIPELINE_TOKENIZER}, that of "
+            "the corpus it was trained on"
+        )
+    return tokenizer_of(checkpoint, given)
+
+
+def _of_texts(message: str) -> str:
+    """A message of the corpus stages in terms of the command: there are no parameters in which a source could be described."""
+    for theirs, ours in (
+        ("list the file's encoding in the source's encodings", "convert it to UTF-8"),
+        ("; or leave such records out and count them: corpus.damaged_records: skip", ""),
+        ("corpus source files", "--corpus"),
+        ("corpus source 'by-hand'", "--corpus"),
+        ("(text_key)", "(--text-key)"),
+    ):
+        message = message.replace(theirs, ours)
+    if message.endswith(("(it held no record)", "too_short)")):
+        message += "; give files that hold text"
+    return message
 
 
 def _write_store(files: list[Path], corpus: Sequence[str], tokenizer: Path, text_key: str, kind: Measure, root: Path) -> None:
@@ -316,10 +429,21 @@ def _broken(manifest: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, where in places.items():
         if isinstance(where, Mapping):
-            lines.append(f"not finite: {name + ', ' if name else ''}from position {where['position']} on, {where['document']}")
+            texts = f"{where['stretches']} of {manifest['stretches']} texts"
+            lines.append(
+                f"not finite: {name + ', ' if name else ''}first at position {where['position']} ({texts}), first in document "
+                f"{where['document']}"
+            )
         elif where:
-            lines.append(f"not finite: at position {name}, {where[0]}")
+            lines.append(f"not finite: at position {name}, first in document {where[0]}")
     return lines
+
+
+def _within(rule: str, given: params.Texts, context: int) -> list[str]:
+    """A line where nothing beyond the training length was measured."""
+    if rule != "perplexity" or given.length > context:
+        return []
+    return [f"no position beyond the training length was measured: --length {given.length}, T_train {context}"]
 
 
 def _unanswered(output: Path, manifest: Mapping[str, Any]) -> list[str]:

@@ -96,8 +96,11 @@ def read(path: Path) -> Checkpoint:
         repeated = config_from_json(stored) if isinstance(stored, dict) else None
     except (KeyError, ValueError, RecursionError, OverflowError, FarstateError):
         repeated = None
-    if repeated is None and config is None:
-        raise FarstateError(f"{source}: its header holds no configuration of a model")
+    if repeated is None and (config is None or "config" not in metadata):
+        raise FarstateError(
+            f"{source}: its header holds no configuration of a model, as one that Farstate wrote does; weights that were saved again "
+            "lose it: take the original file, or save with its metadata (safetensors: save_file(tensors, path, metadata))"
+        )
     if config is not None and repeated != config:
         raise FarstateError(f"{source}: written for another configuration than {path / CONFIG}")
     assert repeated is not None
