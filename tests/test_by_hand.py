@@ -193,19 +193,21 @@ def test_the_arm_s_record_is_handed_on(trained: Path, held_out: Path, here: Path
     monkeypatch.setattr(stages, "shift_stage", stop)
     for given in ([], ["--arm-record", trained / "manifest.json"]):
         with pytest.raises(FarstateError, match="seen"):
-            called("shift", trained, "--corpus", held_out, *given)
+            called("shift", trained, "--corpus", held_out, "--length", 64, *given)
     assert seen[0] == seen[1]  # a checkpoint that says itself how it was trained
     assert set(seen[1]) == {"arm", "steps", "seed", "stretch_tokens", "recipe"}
     assert seen[1]["arm"] == {"initial_state": "random_noise", "sigma": 0.5}
     save_model(load_model(trained), here / "bare")
     with pytest.raises(FarstateError, match="seen"):
-        called("shift", here / "bare", "--corpus", held_out, "--context", 8)
+        called("shift", here / "bare", "--corpus", held_out, "--context", 8, "--length", 64)
     assert seen[2] is None
     # The record of another training, of this model or another.
     record = json.loads((trained / "manifest.json").read_text())
     for name, change in (("name", "other.random_noise.s3"), ("key", "00000000"), ("upstream", {"checkpoint": ["elsewhere"]})):
         (here / "other.json").write_text(json.dumps(record | {name: change}))
-        with pytest.raises(FarstateError, match=r"--arm-record: .*other.json is the record of .*, the checkpoint .* leave it out"):
+        with pytest.raises(
+            FarstateError, match=r"--arm-record: .*other.json is the record of .*, the checkpoint .* leave it out"
+        ):
             called("shift", trained, "--corpus", held_out, "--arm-record", here / "other.json")
     (here / "bare/manifest.json").write_text(json.dumps(record | {"rule": "pretrain"}))
     with pytest.raises(FarstateError, match=r"--arm-record: .* was trained from zero states"):

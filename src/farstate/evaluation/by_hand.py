@@ -181,8 +181,8 @@ def _check_output(output: Path, rule: str, checkpoint: Path) -> None:
     if not output.is_dir() or all(path.name.startswith(".") and path.suffix == ".part" for path in output.iterdir()):
         return
     found = read_json(output / _COMMAND) if (output / _COMMAND).is_file() else None
-    same = isinstance(found, dict) and found.get("rule") == rule and isinstance(found.get("checkpoint"), str)
-    if not same or Path(found["checkpoint"]).resolve() != checkpoint.resolve():
+    earlier = found if isinstance(found, dict) else {}
+    if earlier.get("rule") != rule or Path(str(earlier.get("checkpoint"))).resolve() != checkpoint.resolve():
         raise FarstateError(
             f"--output: {output} holds something else than `farstate {rule}` of {checkpoint}, which would be overwritten; give a new "
             "or empty folder"

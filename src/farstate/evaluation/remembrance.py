@@ -250,10 +250,10 @@ def sweep(
         others = [reference[text][-count:] for (_, text), count in zip(group, kept, strict=True)]
         itself = [start == 0 for start, _ in group]
         found = _distances(model, endings, others, itself, vocabulary_size)
-        for (start, text), ending, other, distances in zip(group, endings, others, found, strict=True):
+        for (start, text), own_ending, other, distances in zip(group, endings, others, found, strict=True):
             lost = np.flatnonzero(~np.isfinite(distances).all(axis=1))
             # A hidden state that is not finite, its own or that of the whole text, has been noted where it began.
-            if lost.size and bool((ending.isfinite().all() & other.isfinite().all()).item()):
+            if lost.size and bool((own_ending.isfinite().all() & other.isfinite().all()).item()):
                 broken.append(Break(text, start, length + 1 - len(distances) + int(lost[0])))
             if start in wanted:
                 place = wanted.index(start)
