@@ -21,8 +21,9 @@ from farstate.evaluation.texts import Text, select
 from farstate.evaluation.windows import stride, window_nll
 from farstate.files import MANIFEST, atomic_path, write_manifest
 from farstate.models.checkpoints import load_model
+from farstate.models.language_model import LanguageModel
 from farstate.ops.precision import flushed_denormals
-from farstate.params import Evaluate
+from farstate.params import Evaluate, Texts
 
 Floats = npt.NDArray[np.float64]
 Progress = Callable[[int, int], None]
@@ -70,6 +71,30 @@ class Losses:
     broken: dict[str, npt.NDArray[np.int64]]
 
 
+def prepare(
+    checkpoint: Path, store_directory: Path, given: Texts, output: Path, settings: EvaluationSettings
+) -> tuple[TokenStore, list[Text], LanguageModel]:
+    """What every measurement begins with: the store, the texts that `given` selects, the model; and `output`, unfinished from here on.
+
+    Raises:
+        FarstateError: no text is long enough, no such checkpoint, or the store's vocabulary is larger than the model's; an
+            older result in `output` is then as it was.
+    """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    store = TokenStore(store_directory)
+    texts = select(store, given)
+    model = load_model(checkpoint, device=settings.device)
+    if store.vocabulary_size > model.config.vocabulary_size:
+        raise FarstateError(
+            f"{checkpoint}: knows {model.config.vocabulary_size} symbols, the token store {store_directory} uses "
+            f"{store.vocabulary_size}; evaluate it on a store made with its own tokenizer"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MANIFEST).unlink(missing_ok=True)
+    return store, texts, model
+
+
 def evaluate(
     *,
     checkpoint: Path,
@@ -103,19 +128,7 @@ def evaluate(
     Raises:
         FarstateError: no text is long enough, or the store's vocabulary is larger than the model's.
     """
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    store = TokenStore(store_directory)
-    texts = select(store, evaluate)
-    model = load_model(checkpoint, device=settings.device)
-    model.eval()
-    if store.vocabulary_size > model.config.vocabulary_size:
-        raise FarstateError(
-            f"{checkpoint}: knows {model.config.vocabulary_size} symbols, the token store {store_directory} uses "
-            f"{store.vocabulary_size}; evaluate it on a store made with its own tokenizer"
-        )
-    output.mkdir(parents=True, exist_ok=True)
-    (output / MANIFEST).unlink(missing_ok=True)
+    store, texts, model = prepare(checkpoint, store_directory, evaluate, output, settings)
     with flushed_denormals():
         losses = measure(model, store, texts, evaluate, context, settings, progress)
 

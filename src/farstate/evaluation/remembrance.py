@@ -24,11 +24,10 @@ from torch import Tensor
 
 from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
-from farstate.evaluation.perplexity import EvaluationSettings, Progress
+from farstate.evaluation.perplexity import EvaluationSettings, Progress, prepare
 from farstate.evaluation.stream import Model, Precision
-from farstate.evaluation.texts import Text, select
-from farstate.files import MANIFEST, atomic_path, write_manifest
-from farstate.models.checkpoints import load_model
+from farstate.evaluation.texts import Text
+from farstate.files import atomic_path, write_manifest
 from farstate.ops.divergence import divergence
 from farstate.ops.precision import flushed_denormals
 from farstate.params import Remembrance
@@ -125,19 +124,7 @@ def evaluate_remembrance(
     Raises:
         FarstateError: no text is long enough, or the store's vocabulary is larger than the model's.
     """
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    store = TokenStore(store_directory)
-    texts = select(store, remembrance)
-    model = load_model(checkpoint, device=settings.device)
-    model.eval()
-    if store.vocabulary_size > model.config.vocabulary_size:
-        raise FarstateError(
-            f"{checkpoint}: knows {model.config.vocabulary_size} symbols, the token store {store_directory} uses "
-            f"{store.vocabulary_size}; evaluate it on a store made with its own tokenizer"
-        )
-    output.mkdir(parents=True, exist_ok=True)
-    (output / MANIFEST).unlink(missing_ok=True)
+    store, texts, model = prepare(checkpoint, store_directory, remembrance, output, settings)
     with flushed_denormals():
         found = measure(model, store, texts, remembrance, settings, progress)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import torch
 
 from farstate import params
 from farstate.corpus.store import TokenStore
@@ -25,16 +24,15 @@ from farstate.errors import FarstateError
 from farstate.evaluation import swaps as swapping
 from farstate.evaluation.association import Correlations, spearman
 from farstate.evaluation.head_tests import MEASURES, NULLS, HeadTests
-from farstate.evaluation.perplexity import EvaluationSettings
+from farstate.evaluation.perplexity import EvaluationSettings, prepare
 from farstate.evaluation.sampled_states import StateSet
 from farstate.evaluation.shift_states import NULL_DRAWS, Carried, Measurement, Progress, Reference
 from farstate.evaluation.swap_effects import SwapRows, explains
-from farstate.evaluation.texts import Text, select
+from farstate.evaluation.texts import Text
 from farstate.evaluation.training_states import Training
 from farstate.evaluation.uncertainty import Floats
 from farstate.evaluation.windows import stride
-from farstate.files import MANIFEST, atomic_path, write_manifest
-from farstate.models.checkpoints import load_model
+from farstate.files import atomic_path, write_manifest
 from farstate.models.language_model import LanguageModel
 from farstate.ops.precision import flushed_denormals
 from farstate.state import State
@@ -184,19 +182,7 @@ def evaluate_shift(
             a model without a recurrence.
     """
     positions, swap_position = positions_of(shift, context)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / MANIFEST).unlink(missing_ok=True)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    store = TokenStore(store_directory)
-    texts = select(store, shift)
-    model = load_model(checkpoint, device=settings.device)
-    model.eval()
-    if store.vocabulary_size > model.config.vocabulary_size:
-        raise FarstateError(
-            f"{checkpoint}: knows {model.config.vocabulary_size} symbols, the token store {store_directory} uses "
-            f"{store.vocabulary_size}; evaluate it on a store made with its own tokenizer"
-        )
+    store, texts, model = prepare(checkpoint, store_directory, shift, output, settings)
     if scratch is not None:
         scratch.mkdir(parents=True, exist_ok=True)
         for left in scratch.glob(f"{_FOLDER}*"):

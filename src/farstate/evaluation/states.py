@@ -24,11 +24,10 @@ from farstate import params
 from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
 from farstate.evaluation.bins import log_bins
-from farstate.evaluation.perplexity import EvaluationSettings
+from farstate.evaluation.perplexity import EvaluationSettings, prepare
 from farstate.evaluation.stream import Model
-from farstate.evaluation.texts import Text, select
-from farstate.files import MANIFEST, atomic_path, write_manifest
-from farstate.models.checkpoints import load_model
+from farstate.evaluation.texts import Text
+from farstate.files import atomic_path, write_manifest
 from farstate.ops import state_moments
 from farstate.ops.precision import flushed_denormals
 from farstate.ops.state_moments import Moments
@@ -349,19 +348,7 @@ def states(
     Raises:
         FarstateError: no text is long enough, or the store's vocabulary is larger than the model's.
     """
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    store = TokenStore(store_directory)
-    texts = select(store, states)
-    model = load_model(checkpoint, device=settings.device)
-    model.eval()
-    if store.vocabulary_size > model.config.vocabulary_size:
-        raise FarstateError(
-            f"{checkpoint}: knows {model.config.vocabulary_size} symbols, the token store {store_directory} uses "
-            f"{store.vocabulary_size}; evaluate it on a store made with its own tokenizer"
-        )
-    output.mkdir(parents=True, exist_ok=True)
-    (output / MANIFEST).unlink(missing_ok=True)
+    store, texts, model = prepare(checkpoint, store_directory, states, output, settings)
     found = Measurement(model, store, texts, states, context, settings, progress)
     whose = _Labels(labels, context, texts)
     documents = len({text.document for text in texts})
