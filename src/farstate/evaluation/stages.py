@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from farstate.errors import FarstateError
 from farstate.evaluation.compare import compare
@@ -27,20 +27,37 @@ def perplexity_stage(stage: Stage) -> None:
     """Measure the model that the record names."""
     with ScoringProgress(stage.output.name) as progress:
         evaluate(
-            checkpoint=_checkpoint(stage),
-            store_directory=stage.one("store"),
+            **_common(stage),
             evaluate=Evaluate.model_validate(as_written(stage.params["evaluate"])),
-            context=stage.params["context"],
-            labels=stage.params["labels"],
-            output=stage.output,
-            settings=EvaluationSettings(
-                device=_device(stage.settings.device),
-                threads=stage.threads,
-                rows=stage.settings.evaluation_rows,
-                segment_tokens=stage.settings.evaluation_segment,
-            ),
             progress=progress,
         )
+
+
+def _common(stage: Stage) -> dict[str, Any]:
+    """What all measurements of a model are given."""
+    return {
+        "checkpoint": _checkpoint(stage),
+        "store_directory": stage.one("store"),
+        "context": stage.params["context"],
+        "labels": stage.params["labels"],
+        "output": stage.output,
+        "settings": EvaluationSettings(
+            device=_device(stage.settings.device),
+            threads=stage.threads,
+            rows=stage.settings.evaluation_rows,
+            segment_tokens=stage.settings.evaluation_segment,
+        ),
+    }
+
+
+def _comparison(stage: Stage) -> dict[str, Any]:
+    """What all comparisons of a figure's arms are given."""
+    return {
+        "evaluations": stage.many("evaluations"),
+        "compare": Compare.model_validate(as_written(stage.params["compare"])),
+        "figure": stage.params["figure"],
+        "output": stage.output,
+    }
 
 
 def _checkpoint(stage: Stage) -> Path:
@@ -98,11 +115,8 @@ def _device(name: str) -> str:
 def compare_stage(stage: Stage) -> None:
     """Compare the arms of the figure that the record names."""
     compare(
-        evaluations=stage.many("evaluations"),
+        **_comparison(stage),
         trainings=stage.params["trainings"],
-        compare=Compare.model_validate(as_written(stage.params["compare"])),
-        figure=stage.params["figure"],
-        output=stage.output,
     )
 
 
@@ -110,18 +124,8 @@ def states_stage(stage: Stage) -> None:
     """Measure the states of the model that the record names."""
     with ScoringProgress(stage.output.name) as progress:
         states(
-            checkpoint=_checkpoint(stage),
-            store_directory=stage.one("store"),
+            **_common(stage),
             states=States.model_validate(as_written(stage.params["states"])),
-            context=stage.params["context"],
-            labels=stage.params["labels"],
-            output=stage.output,
-            settings=EvaluationSettings(
-                device=_device(stage.settings.device),
-                threads=stage.threads,
-                rows=stage.settings.evaluation_rows,
-                segment_tokens=stage.settings.evaluation_segment,
-            ),
             progress=progress,
         )
 
@@ -130,49 +134,24 @@ def remembrance_stage(stage: Stage) -> None:
     """Measure what the model that the record names remembers."""
     with ScoringProgress(stage.output.name) as progress:
         evaluate_remembrance(
-            checkpoint=stage.one("checkpoint"),
-            store_directory=stage.one("store"),
+            **_common(stage),
             remembrance=Remembrance.model_validate(as_written(stage.params["remembrance"])),
-            context=stage.params["context"],
-            labels=stage.params["labels"],
-            output=stage.output,
-            settings=EvaluationSettings(
-                device=_device(stage.settings.device),
-                threads=stage.threads,
-                rows=stage.settings.evaluation_rows,
-                segment_tokens=stage.settings.evaluation_segment,
-            ),
             progress=progress,
         )
 
 
 def compare_states_stage(stage: Stage) -> None:
     """Compare the states of the arms of the figure that the record names."""
-    compare_states(
-        evaluations=stage.many("evaluations"),
-        compare=Compare.model_validate(as_written(stage.params["compare"])),
-        figure=stage.params["figure"],
-        output=stage.output,
-    )
+    compare_states(**_comparison(stage))
 
 
 def shift_stage(stage: Stage) -> None:
     """Compare the states of the model that the record names with those that its training met."""
     with PhaseProgress(stage.output.name) as progress:
         evaluate_shift(
-            checkpoint=stage.one("checkpoint"),
-            store_directory=stage.one("store"),
+            **_common(stage),
             shift=Shift.model_validate(as_written(stage.params["shift"])),
-            context=stage.params["context"],
-            labels=stage.params["labels"],
             training=stage.params["training"],
-            output=stage.output,
-            settings=EvaluationSettings(
-                device=_device(stage.settings.device),
-                threads=stage.threads,
-                rows=stage.settings.evaluation_rows,
-                segment_tokens=stage.settings.evaluation_segment,
-            ),
             scratch=stage.scratch,
             progress=progress,
         )
@@ -180,9 +159,4 @@ def shift_stage(stage: Stage) -> None:
 
 def compare_remembrance_stage(stage: Stage) -> None:
     """Compare what the arms of the figure that the record names remember."""
-    compare_remembrance(
-        evaluations=stage.many("evaluations"),
-        compare=Compare.model_validate(as_written(stage.params["compare"])),
-        figure=stage.params["figure"],
-        output=stage.output,
-    )
+    compare_remembrance(**_comparison(stage))
