@@ -400,3 +400,26 @@ def test_comparisons_are_counted() -> None:
 )
 def test_numbers_as_text(written: str, expected: str) -> None:
     assert written == expected
+
+
+def test_what_of_a_state_suffices_is_said_where_arms_take_it_apart() -> None:
+    def removed(arm: str, value: float) -> dict[str, Any]:
+        return verdict(arm=arm, excess=0.1) | {
+            "removed_base": value,
+            "removed_base_low": value - 0.02,
+            "removed_base_high": value + 0.02,
+        }
+
+    names = NAMES | {"permuted": "permuted states", "gaussian_joint": "Gaussian, joint"}
+    rows = [BASE, CONTROL, removed("fitted_noise", 0.7), removed("permuted", 0.9), removed("state_passing", 0.91)]
+
+    def structure(rows: list[dict[str, Any]]) -> str:
+        return " ".join(f.text for f in text.findings("M", 32, 4096, rows, names) if f.topic == "Which structure of a state")
+
+    said = structure([*rows, removed("gaussian_joint", 0.99)])
+    assert "state passing, which keeps all of a real state, removes 91 % (89 % to 93 %)." in said
+    assert "less: fitted noise (one mean and one variance a head) 70 % (68 % to 72 %)" in said
+    assert "no difference shown: permuted states (each element's own distribution, no correlation) 90 %" in said
+    assert "more: Gaussian, joint (means and all covariances) 99 %" in said
+    assert structure([row for row in rows if row["arm"] != "permuted"]) == "", "the paper's arms alone take nothing apart"
+    assert structure([row for row in rows if row["arm"] != "state_passing"]) == ""

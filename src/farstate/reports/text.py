@@ -162,6 +162,8 @@ def findings(label: str, context: int, length: int, rows: Sequence[Row], names: 
     found = [Finding("Does it fail?", _base(label, context, length, base)), Finding("The steps alone", steps)]
     if others:
         found.append(Finding("What repairs it", _repairs(others, base, control)))
+        if structure := _structure(by_arm, names):
+            found.append(Finding("Which structure of a state", structure))
         found.append(Finding("Against resetting the state", _reset(others, context)))
         found.append(Finding("Is it free?", _price(others, control, names.get("control", "control"))))
     else:
@@ -347,6 +349,36 @@ def _repairs(others: Sequence[tuple[str, Row]], base: Row | None, control: Row |
         if whole and not any(finite(row.get(column)) for _, row in whole):
             sentences.append(f"Shares of {who}'s far excess are not defined: {_undefined(reference, who)}.")
     return " ".join(sentences)
+
+
+_KEPT = {
+    "fitted_noise": "one mean and one variance a head",
+    "permuted": "each element's own distribution, no correlation",
+    "gaussian_head": "means, and covariances within heads",
+    "gaussian_joint": "means and all covariances",
+}
+"""By arm, what it keeps of the real states that state passing hands out."""
+
+
+def _structure(by_arm: Mapping[str, Row], names: Mapping[str, str]) -> str:
+    """What of a real state suffices: the arms that keep parts of it against state passing; nothing where none was tried."""
+    real = by_arm.get("state_passing")
+    arms = [arm for arm in _KEPT if arm in by_arm and finite(by_arm[arm]["removed_base"])]
+    if real is None or not finite(real["removed_base"]) or not set(arms) - {"fitted_noise"}:
+        return ""
+    groups: dict[str, list[str]] = {"less": [], "no difference shown": [], "more": []}
+    for arm in arms:
+        row = by_arm[arm]
+        ends = [row["removed_base_low"], row["removed_base_high"], real["removed_base_low"], real["removed_base_high"]]
+        group = "no difference shown"
+        if all(map(finite, ends)):
+            group = "less" if ends[1] < ends[2] else "more" if ends[0] > ends[3] else group
+        groups[group].append(f"{names[arm]} ({_KEPT[arm]}) {estimate(row, 'removed_base', share)}")
+    told = "; ".join(f"{group}: {listing(arms)}" for group, arms in groups.items() if arms)
+    return (
+        f"Of the base's far excess {names['state_passing']}, which keeps all of a real state, removes "
+        f"{estimate(real, 'removed_base', share)}. Of arms that keep less, {told}. Less or more: the intervals do not meet."
+    )
 
 
 def _share(row: Row, name: str) -> str:
