@@ -222,10 +222,10 @@ def test_8_the_slurm_profile_plans_on_a_clean_checkout(tmp_path: Path) -> None:
     clone = make_clone(tmp_path / "clone")
     shutil.copy(REPOSITORY / "params.yaml", clone / "params.yaml")
     done = run(clone, "snakemake", "--profile", "slurm", "-n", "reports/fig5.html")
-    assert re.search(r"^posttrain +20$", done.stdout, re.M)
+    assert re.search(r"^posttrain +32$", done.stdout, re.M)
     done = run(clone, "snakemake", "-n", "reports/fig5.html", "--configfile", "config/paper.yaml")
     assert re.search(r"^import_checkpoint +3$", done.stdout, re.M)
-    assert re.search(r"^posttrain +30$", done.stdout, re.M)
+    assert re.search(r"^posttrain +48$", done.stdout, re.M)
 
 
 def test_9_clones_that_share_an_output_cache_train_once(finished_clone: Path, tmp_path: Path) -> None:
