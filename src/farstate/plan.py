@@ -54,8 +54,12 @@ PAGE_NAME = r"(?:fig|table)[0-9]+|shift|cost"
 PAGE_FILE = re.compile(rf"({PAGE_NAME})\.({'|'.join(PAGE_FILES)})")
 COMPARED = ("curves", "references", "verdicts", "differences", "ages")
 """Tables of a comparison of perplexities."""
-MEASURES = ("remembrance", "states", "shift")
-"""The measurements beside perplexity: the names of their rules, of the sections of the parameters, of a page's inputs."""
+MEASURES = {
+    "remembrance": ("remembrance",),
+    "states": ("states", "positions", "samples"),
+    "shift": ("shift", "association", "swaps"),
+}
+"""The measurements beside perplexity, with their tables: the names of their rules, of the sections of the parameters, of a page's inputs."""
 
 
 @dataclass(frozen=True)
@@ -173,26 +177,23 @@ class Plan:
         inputs: dict[str, tuple[Stage, ...]] = {}
         if not isinstance(figure, RememberedFigure | StatesFigure | ShiftFigure):
             inputs["comparison"] = (self._compare(name, figure, trained),)
-        if isinstance(figure, RememberedFigure) or (isinstance(figure, FarFigure) and figure.remembrance):
-            remembrance = self.params.remembrance
-            if isinstance(figure, RememberedFigure) and figure.length is not None:
-                remembrance = remembrance.model_copy(update={"length": figure.length})
-            files: tuple[str, ...] = ("remembrance.parquet",)
-            measured = self._measured("remembrance", remembrance, files, trained)
-            inputs["remembrance"] = (self._compare_measured("remembrance", name, files, measured),)
-        if isinstance(figure, StatesFigure):
-            states = self.params.states
-            if figure.length is not None:
-                states = states.model_copy(update={"length": figure.length})
-            measured = self._measured("states", states, ("states.parquet", "positions.parquet", "samples.parquet"), trained)
-            inputs["states"] = (self._compare_measured("states", name, ("states.parquet", "heads.parquet"), measured),)
-        if isinstance(figure, ShiftFigure):
-            shift = self.params.shift
-            if figure.length is not None:
-                shift = shift.model_copy(update={"length": figure.length})
-            files = ("shift.parquet", "association.parquet", "swaps.parquet")
-            inputs["shift"] = tuple(self._measured("shift", shift, files, trained).values())
+        measures = {
+            "remembrance": isinstance(figure, RememberedFigure) or (isinstance(figure, FarFigure) and figure.remembrance),
+            "states": isinstance(figure, StatesFigure),
+            "shift": isinstance(figure, ShiftFigure),
+        }
+        for rule in (rule for rule, shown in measures.items() if shown):
+            measured = self._measured(rule, self._given(rule, figure), trained)
+            # Shift compares within one model, and has no comparison of arms.
+            inputs[rule] = tuple(measured.values()) if rule == "shift" else (self._compare_measured(rule, name, measured),)
         return Page(name, inputs, self._report(figure, runs, series, inputs))
+
+    def _given(self, section: str, figure: Shown) -> Texts:
+        """The section of the parameters that a measurement reads; the figure's length goes before its own, but for the
+        remembrance that stands beside perplexity."""
+        given: Texts = getattr(self.params, section)
+        beside = isinstance(figure, FarFigure) and section != "evaluate"
+        return given if figure.length is None or beside else given.model_copy(update={"length": figure.length})
 
     def _documents(self, source: Source) -> Iterator[Stage]:
         params = self.params
@@ -368,15 +369,14 @@ class Plan:
             )
         )
 
-    def _measured(self, rule: str, given: Texts, files: tuple[str, ...], trained: dict[Run, Stage]) -> dict[Run, Stage]:
+    def _measured(self, rule: str, given: Texts, trained: dict[Run, Stage]) -> dict[Run, Stage]:
+        files = tuple(f"{table}.parquet" for table in MEASURES[rule])
         numerics = ("training", "evaluation", rule) if rule == "shift" else ("evaluation", rule)
         return {run: self._measure(rule, rule, run, stage, given, files, numerics) for run, stage in trained.items()}
 
     def _compare(self, name: str, figure: Shown, trained: dict[Run, Stage]) -> Stage:
         """The comparison of perplexities."""
-        evaluate = self.params.evaluate
-        if figure.length is not None:
-            evaluate = evaluate.model_copy(update={"length": figure.length})
+        evaluate = self._given("evaluate", figure)
         files = ("perplexity.parquet", "positions.parquet")
         evaluations = {
             run: self._measure("perplexity", "evaluate", run, stage, evaluate, files, ("evaluation",))
@@ -429,7 +429,8 @@ class Plan:
             return {"pairs": pairs}
         return {}
 
-    def _compare_measured(self, rule: str, name: str, files: tuple[str, ...], measured: dict[Run, Stage]) -> Stage:
+    def _compare_measured(self, rule: str, name: str, measured: dict[Run, Stage]) -> Stage:
+        files = ("states.parquet", "heads.parquet") if rule == "states" else (f"{rule}.parquet",)
         return self._add(
             Stage(
                 rule=f"compare_{rule}",
@@ -448,14 +449,11 @@ class Plan:
         """What a page prints besides its tables; a change of it draws the page again and computes nothing."""
         params = self.params
         report = params.report.model_dump(mode="json")
-        parts = ["pretrain", "posttrain"]
-        parts += [part for role, part in (("comparison", "evaluate"), *((r, r) for r in MEASURES)) if role in inputs]
-        for part in parts:
+        for part in ("pretrain", "posttrain"):
             report[part] = getattr(params, part).model_dump(mode="json", exclude={"by_model"})
-            if figure.length is not None and part in ("evaluate", "states", "shift"):
-                report[part]["length"] = figure.length
-        if isinstance(figure, RememberedFigure) and figure.length is not None:
-            report["remembrance"]["length"] = figure.length
+        for role in inputs:
+            section = "evaluate" if role == "comparison" else role
+            report[section] = self._given(section, figure).model_dump(mode="json")
         report["posttrain"]["arms"] = {}
         for run in runs:
             if run.further is not None and run.further.arm not in report["posttrain"]["arms"]:

@@ -23,8 +23,8 @@ from farstate.evaluation.bins import Bins
 from farstate.evaluation.uncertainty import Floats, Resamples, resample, t_interval
 from farstate.evaluation.verdict import judge, octaves
 from farstate.files import MANIFEST, atomic_path, read_manifest, write_json, write_manifest
+from farstate.runs import BASE, CONTROL
 
-BASE, CONTROL = "base", "control"
 FAR = 32
 """Far positions are those from FAR · T_train on."""
 

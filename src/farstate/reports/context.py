@@ -59,6 +59,10 @@ class Context(_Strict):
     series: list[Series] = []
     sizes: dict[str, dict[str, int]] = Field({}, description="parameter counts by the tables' name of a model")
 
+    def titled(self, title: str) -> str:
+        """A title that says the scale where it is not the paper's."""
+        return title if self.scale == "paper" else f"{title} ({self.scale})"
+
 
 def read_context(context: dict[str, Any]) -> Context:
     """Check what was handed over.

@@ -91,7 +91,7 @@ def draw(
         remembrance = importlib.import_module("farstate.reports.remembrance")  # only where a page has it
         further.append(remembrance.section(inputs["remembrance"], card, styles))
 
-    specification = charts.sheet(panels, [*styles, RESET_STYLE], _title(about, card), _subtitle(card, models, verdicts))
+    specification = charts.sheet(panels, [*styles, RESET_STYLE], card.titled(about.title), _subtitle(card, models, verdicts))
     specification["vconcat"] += [row for section in further for row in section.sheet]
     html = _page(about, card, models, panels, styles, drawn, verdicts, ages, output, keys, further)
     page.write(output, html, specification, drawn, "lower evaluate.bins_per_octave or the number of seeds")
@@ -169,10 +169,6 @@ def _age_rows(ages: polars.DataFrame, model: str, styles: Sequence[ArmStyle]) ->
 
 
 # Page ------------------------------------------------------------------------------------------------------
-
-
-def _title(about: About, card: Context) -> str:
-    return about.title + ("" if card.scale == "paper" else f" ({card.scale})")
 
 
 def _subtitle(card: Context, models: Sequence[str], verdicts: polars.DataFrame) -> list[str]:
@@ -254,7 +250,7 @@ def _page(
     arms_seen = {row["arm"] for section in sections for row in section["verdicts"]} | set(names)
     return page.render(
         "curves.html.j2",
-        title=_title(about, card),
+        title=card.titled(about.title),
         about=about,
         beyond_paper=text.listing(
             [card.models[name].label for name in models if card.models[name].architecture not in about.architectures]

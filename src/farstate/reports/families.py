@@ -38,6 +38,7 @@ from farstate.reports.summary_charts import Summary
 from farstate.reports.tables import read_table, rounded
 from farstate.reports.text import Finding
 from farstate.reports.theme import ArmStyle, Spec, arm_styles, ordered_styles
+from farstate.runs import BASE, CONTROL
 
 DIFFERENCE_COLUMNS = (
     *("model", "arm", "seed", "against_model", "against_arm", "quantity"),
@@ -47,7 +48,6 @@ CHINCHILLA = 20
 """Tokens a parameter in the Chinchilla budget."""
 FREE = 0.02
 """Nats below which the upper end of a cost counts as none."""
-BASE, CONTROL = "base", "control"
 _SETTING = {"post-training steps": "{} steps", "reset probability p": "p = {}", "peak learning rate": "peak rate {}"}
 """By what is varied, a value of it in words."""
 
@@ -578,10 +578,6 @@ def _line(item: Item, style: ArmStyle | None, label: str) -> Row:
 # Page ------------------------------------------------------------------------------------------------------
 
 
-def _title(about: About, card: Context) -> str:
-    return about.title + ("" if card.scale == "paper" else f" ({card.scale})")
-
-
 def _sheet(
     about: About,
     card: Context,
@@ -614,7 +610,7 @@ def _sheet(
             ]
             for group in groups
         }
-        return charts.sheet(panels, styles, _title(about, card), subtitle, further)
+        return charts.sheet(panels, styles, card.titled(about.title), subtitle, further)
     shared = {"scale": dict.fromkeys(("color", "strokeDash", "shape"), "shared")}
     rows: list[Spec] = []
     for group in groups:
@@ -631,7 +627,7 @@ def _sheet(
             ]
             if row:
                 rows.append({"hconcat": row, "spacing": 28, "resolve": shared})
-    return charts.stacked(rows, _title(about, card), subtitle)
+    return charts.stacked(rows, card.titled(about.title), subtitle)
 
 
 def _page(
@@ -710,7 +706,7 @@ def _page(
     every = [row for group in groups for row in [*(item.row for item in group.items), *group.references]]
     return page.render(
         "families.html.j2",
-        title=_title(about, card),
+        title=card.titled(about.title),
         about=about,
         kind=kind,
         family=about.family,

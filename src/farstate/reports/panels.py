@@ -149,10 +149,20 @@ def add_drawing(drawings: list[dict[str, Any]], name: str, metric: str, spec: Sp
     return {"id": name}
 
 
-def described(panel: Panel, names: Mapping[str, str]) -> str:
-    """What a reader who cannot see the chart is told: the axes, and where every curve begins and ends."""
+Write = Callable[[Any], str]
+
+
+def _writer(panel: Panel, write: Write | None) -> Write:
+    return write or (text.perplexity if panel.metric.logarithmic else text.nats)
+
+
+def described(panel: Panel, names: Mapping[str, str], write: Write | None = None) -> str:
+    """What a reader who cannot see the chart is told: the axes, and where every curve begins and ends.
+
+    `write`: how a value is written; None: as perplexities and nats are.
+    """
     ends = []
-    write = text.perplexity if panel.metric.logarithmic else text.nats
+    write = _writer(panel, write)
     for arm, label in names.items():
         values = [row for row in panel.rows if row["kind"] == "mean" and row["arm"] == arm]
         if values:
@@ -177,7 +187,7 @@ def broken(panel: Panel) -> list[str]:
     return lines
 
 
-def data_table(panel: Panel, styles: Sequence[ArmStyle]) -> dict[str, Any]:
+def data_table(panel: Panel, styles: Sequence[ArmStyle], write: Write | None = None, unit: str | None = None) -> dict[str, Any]:
     """A metric as a table for reading: a line per position, a column per curve over all seeds."""
     columns = [(style.name, style.label) for style in styles]
     cells: dict[float, dict[str, Row]] = {}
@@ -185,14 +195,14 @@ def data_table(panel: Panel, styles: Sequence[ArmStyle]) -> dict[str, Any]:
         if row["kind"] in ("mean", "reference", "broken"):
             cells.setdefault(row["position"], {}).setdefault(row["arm"], row)
     used = [column for column in columns if any(column[0] in line for line in cells.values())]
-    write = text.perplexity if panel.metric.logarithmic else text.nats
+    write = _writer(panel, write)
     lines = []
     for position in sorted(cells):
         line = [_cell(cells[position].get(arm), write) for arm, _ in used]
         lines.append((f"{position:,.4g}" if position < 1000 else f"{position:,.0f}", line))
     return {
         "title": panel.metric.title,
-        "unit": "perplexity" if panel.metric.logarithmic else "nats",
+        "unit": unit or ("perplexity" if panel.metric.logarithmic else "nats"),
         "columns": [label for _, label in used],
         "lines": lines,
     }
@@ -201,6 +211,6 @@ def data_table(panel: Panel, styles: Sequence[ArmStyle]) -> dict[str, Any]:
 def _cell(row: Row | None, write: Callable[[Any], str]) -> str:
     if row is None:
         return text.NONE
-    if row["kind"] == "broken":
+    if row["kind"] == "broken" or not text.finite(row["value"]):
         return "not a number"
     return text.estimate({"x": row["value"], "x_low": row["low"], "x_high": row["high"]}, "x", write)

@@ -81,7 +81,7 @@ def draw(
     panels = [_panel(tables, card, model, measure, styles) for model in models for measure in MEASURES]
     parts = _parts(tables, card, models, panels, styles, all_distances=True)
     drawn = tables.table.filter(measure=CURVE).sort("model", "distance", "against", "target", "arm", "seed", "start")
-    title = about.title + ("" if card.scale == "paper" else f" ({card.scale})")
+    title = card.titled(about.title)
     lines = [
         f"{text.listing([card.models[model].label for model in models])}. {card.budget}".strip(),
         f"Thick: mean over the {tables.mean}; thin: the single prediction after T. Bands: {tables.interval}; of the differences, for all start points at once.",

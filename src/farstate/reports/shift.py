@@ -82,7 +82,7 @@ def draw(
     specification = _sheet(about, card, sheet)
     html = page.render(
         "shift.html.j2",
-        title=_title(about, card),
+        title=card.titled(about.title),
         about=about,
         card=card,
         keys=json.dumps(dict(keys), sort_keys=True, ensure_ascii=False),
@@ -440,10 +440,6 @@ def _head_table(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
 # Static figure ---------------------------------------------------------------------------------------------
 
 
-def _title(about: About, card: Context) -> str:
-    return about.title + ("" if card.scale == "paper" else f" ({card.scale})")
-
-
 def _sheet(about: About, card: Context, rows: Sequence[Spec]) -> Spec:
     """Curves, the strips of novelty and the swaps of each model below each other."""
     if not rows:
@@ -462,7 +458,7 @@ def _sheet(about: About, card: Context, rows: Sequence[Spec]) -> Spec:
         lines.append(card.budget)
     return {
         "$schema": charts.SCHEMA,
-        "title": {"text": _title(about, card), "subtitle": lines, "fontSize": 17, "offset": 16},
+        "title": {"text": card.titled(about.title), "subtitle": lines, "fontSize": 17, "offset": 16},
         "vconcat": list(rows),
         "spacing": 30,
         "resolve": {"scale": {"color": "independent", "shape": "independent"}},

@@ -7,8 +7,9 @@ from typing import Any
 
 from farstate.reports import text
 from farstate.reports.text import Finding, Row
+from farstate.runs import BASE, CONTROL
 
-BASE, CONTROL, PASSING = "base", "control", "state_passing"
+PASSING = "state_passing"
 PAPER_HEADS = (
     "Fig. 9 shows six picked heads of a Mamba-2; state passing lies higher in layer 4, head 2 and in layer 6, head 4, and most "
     "heads show nothing. Its values were not digitised."

@@ -7,8 +7,7 @@ on the page is in a table, in the comparison's manifest or in the parameters.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,11 @@ from farstate.reports.charts import Metric, Panel, Row
 from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
 from farstate.reports.page import OUTPUTS
-from farstate.reports.panels import CURVE_FIELDS, add_drawing, arm_rows, broken, chart_row
+from farstate.reports.panels import CURVE_FIELDS, add_drawing, arm_rows, broken, chart_row, data_table, described
 from farstate.reports.tables import read_table, rounded
 from farstate.reports.text import Finding
 from farstate.reports.theme import ArmStyle, Spec, arm_styles
+from farstate.runs import BASE
 
 CURVE_COLUMNS = (
     *("model", "arm", "seed", "train_length", "layer", "head", "part", "statistic", "against", "position", "position_low"),
@@ -37,7 +37,6 @@ HEAD_COLUMNS = (
     *("model", "arm", "seed", "layer", "head", "std_near", "std_far", "drift", "low", "high", "beyond", "rank"),
     *("against_base", "against_base_low", "against_base_high"),
 )
-BASE = "base"
 RECURRENT = "recurrent"
 PAPER_MODEL = "mamba2 (size not stated)"
 """The model of the digitised values, as their file names it."""
@@ -295,10 +294,6 @@ def _ranked(rows: Sequence[Row]) -> list[Row]:
 # Static figure ---------------------------------------------------------------------------------------------
 
 
-def _title(about: About, card: Context) -> str:
-    return about.title + ("" if card.scale == "paper" else f" ({card.scale})")
-
-
 def _sheet(
     about: About,
     card: Context,
@@ -315,7 +310,7 @@ def _sheet(
         panels += [replace(panel, model=f"{model}/{number // 3}") for number, panel in enumerate(chosen)]
     lines = [f"{text.listing([card.models[model].label for model in models])}. {card.budget}".strip()]
     lines.append(f"Bands: {manifest['interval']}. Positions below an eighth of the training length are on the page.")
-    sheet = charts.sheet(panels, styles, _title(about, card), lines)
+    sheet = charts.sheet(panels, styles, card.titled(about.title), lines)
     if about.family == "heads":
         above: list[Spec] = []
         below: list[Spec] = []
@@ -365,14 +360,19 @@ def _page(
             figure = add_drawing(
                 drawings, f"{panel.metric.name}-{number}", panel.metric.name, spec, charts.columns(panel.rows, CURVE_FIELDS)
             )
-            figure |= {"place": one.place, "title": panel.metric.title, "text": _described(panel, names), "broken": broken(panel)}
+            figure |= {
+                "place": one.place,
+                "title": panel.metric.title,
+                "text": described(panel, names, state_text.number),
+                "broken": broken(panel),
+            }
             figures.append(figure)
         summary = {record["arm"]: record for record in manifest["summary"] if record["model"] == model and record["seed"] is None}
         rows = _head_rows(heads, model, styles)
         section: dict[str, Any] = {
             "card": card.models[model],
             "figures": figures,
-            "tables": [_table(one.panel, styles) for one in of_model[model]],
+            "tables": [data_table(one.panel, styles, state_text.number, one.panel.metric.axis) for one in of_model[model]],
             "lines": state_text.lines(summary, names),
             "maps": [],
             "ranking": None,
@@ -392,7 +392,7 @@ def _page(
         sections.append(section)
     return page.render(
         "states.html.j2",
-        title=_title(about, card),
+        title=card.titled(about.title),
         about=about,
         family=about.family,
         card=card,
@@ -505,43 +505,3 @@ def _remark(about: About, card: Context, model: str, summary: Mapping[str, Row])
     if about.family == "whole":
         return [Finding("In the paper:", state_text.paper_whole(passing))]
     return [Finding("In the paper:", state_text.PAPER_HEADS)]
-
-
-def _described(panel: Panel, names: Mapping[str, str]) -> str:
-    """What a reader who cannot see the chart is told."""
-    ends = []
-    for arm, label in names.items():
-        values = [row for row in panel.rows if row["kind"] == "mean" and row["arm"] == arm]
-        if values:
-            inside = max(
-                (row for row in values if row["position"] <= panel.train_length),
-                key=lambda row: row["position"],
-                default=values[0],
-            )
-            ends.append(
-                f"{label}: {state_text.number(inside['value'])} at position {inside['position']:,.0f}, "
-                f"{state_text.number(values[-1]['value'])} at {values[-1]['position']:,.0f}"
-            )
-    return f"{panel.metric.title}, {panel.title}, {charts.trained_on(panel)}. {'. '.join(ends)}. All values are in the data table below."
-
-
-def _table(panel: Panel, styles: Sequence[ArmStyle]) -> dict[str, Any]:
-    """A panel as a table for reading: a line per position, a column per arm."""
-    cells: dict[float, dict[str, Row]] = {}
-    for row in panel.rows:
-        if row["kind"] in ("mean", "broken"):
-            cells.setdefault(row["position"], {}).setdefault(row["arm"], row)
-    used = [style for style in styles if any(style.name in line for line in cells.values())]
-    lines = []
-    for position in sorted(cells):
-        line = [_cell(cells[position].get(style.name), state_text.number) for style in used]
-        lines.append((f"{position:,.4g}" if position < 1000 else f"{position:,.0f}", line))
-    return {"title": panel.metric.title, "unit": panel.metric.axis, "columns": [style.label for style in used], "lines": lines}
-
-
-def _cell(row: Row | None, write: Callable[[Any], str]) -> str:
-    if row is None:
-        return text.NONE
-    if row["kind"] == "broken" or row["value"] is None or math.isnan(row["value"]):
-        return "not a number"
-    return text.estimate({"x": row["value"], "x_low": row["low"], "x_high": row["high"]}, "x", write)
