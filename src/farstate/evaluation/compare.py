@@ -20,7 +20,8 @@ import polars as pl
 from farstate import params
 from farstate.errors import FarstateError
 from farstate.evaluation.bins import Bins
-from farstate.evaluation.uncertainty import Floats, Resamples, resample, t_interval
+from farstate.evaluation.gathered import Gathered, resamples_of
+from farstate.evaluation.uncertainty import Floats, Resamples, t_interval
 from farstate.evaluation.verdict import judge, octaves
 from farstate.files import MANIFEST, atomic_path, read_manifest, write_json, write_manifest
 from farstate.runs import BASE, CONTROL
@@ -210,12 +211,7 @@ def compare(
     references: list[pl.DataFrame] = []
     verdicts: list[dict[str, Any]] = []
     shared = next(iter(texts.values()))
-    resamples = resample(
-        shared.documents,
-        resamples=compare.resamples,
-        confidence=compare.confidence,
-        generator=np.random.default_rng(compare.seed),
-    )
+    resamples = resamples_of(shared.documents, compare)
     readers: dict[str, _Model] = {}
     for model in figure["models"]:
         of_model = {arm: runs[model, arm] for arm in figure["arms"] if (model, arm) not in absent}
@@ -529,19 +525,13 @@ def _load(
     evaluations: Sequence[Path], models: list[str], arms: list[str], absent: Collection[tuple[str, str]]
 ) -> tuple[dict[tuple[str, str], list[Run]], dict[str, Texts]]:
     """Read and check the evaluations: complete, not twice, on the same texts and, within a model, in the same bins."""
-    if BASE not in arms:
-        raise FarstateError(f"figure: '{BASE}' must be among the arms, every arm is compared with it")
-    runs: dict[tuple[str, str], list[Run]] = {}
+    runs: Gathered[Run] = Gathered(models, arms, noun="evaluation", verb="evaluates", absent=absent)
     texts: dict[str, Texts] = {}
     origin: dict[str, Path] = {}
     first: tuple[Path, Texts] | None = None
     for directory in evaluations:
         run, own = _read(Path(directory))
-        if run.model not in models or run.arm not in arms:
-            raise FarstateError(f"{directory}: evaluates {run.model} / {run.arm}, which the figure does not show")
-        group = runs.setdefault((run.model, run.arm), [])
-        if any(other.seed == run.seed for other in group):
-            raise FarstateError(f"{directory}: a second evaluation of {run.model} / {run.arm}, seed {run.seed}")
+        runs.add(Path(directory), run)
         if first is None:
             first = Path(directory), own
         if own.documents != first[1].documents or own.stretches != first[1].stretches:
@@ -556,14 +546,7 @@ def _load(
                 f"{directory} and {origin[run.model]} have different bins or training lengths for the same model {run.model}; "
                 "evaluate them with the same parameters"
             )
-        group.append(run)
-    for model in models:
-        for arm in arms:
-            if (model, arm) not in runs and (model, arm) not in absent:
-                raise FarstateError(f"no evaluation of {model} / {arm}, which the figure shows")
-    for group in runs.values():
-        group.sort(key=lambda run: -1 if run.seed is None else run.seed)
-    return runs, texts
+    return runs.complete(), texts
 
 
 def _read(directory: Path) -> tuple[Run, Texts]:

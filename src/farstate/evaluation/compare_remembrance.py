@@ -16,10 +16,11 @@ import polars as pl
 
 from farstate import params
 from farstate.errors import FarstateError
-from farstate.evaluation.compare import BASE, CONTROL
+from farstate.evaluation.gathered import Gathered, resamples_of
 from farstate.evaluation.remembrance import DISTANCES, SINGLE
-from farstate.evaluation.uncertainty import Floats, Resamples, resample, t_interval
+from farstate.evaluation.uncertainty import Floats, Resamples, t_interval
 from farstate.files import MANIFEST, atomic_path, read_manifest, write_manifest
+from farstate.runs import BASE, CONTROL
 
 TABLE_SCHEMA: dict[str, Any] = {
     **{"model": pl.String, "arm": pl.String, "seed": pl.Int64, "train_length": pl.Int64, "T": pl.Int64},
@@ -91,12 +92,7 @@ def compare_remembrance(*, evaluations: Sequence[Path], compare: params.Compare,
     models, arms = list(figure["models"]), list(figure["arms"])
     runs = _load(evaluations, models, arms)
     first = runs[models[0], BASE][0]
-    resamples = resample(
-        [document for document, _ in first.units],
-        resamples=compare.resamples,
-        confidence=compare.confidence,
-        generator=np.random.default_rng(compare.seed),
-    )
+    resamples = resamples_of([document for document, _ in first.units], compare)
     tables: list[pl.DataFrame] = []
     for model in models:
         reader = _Model({arm: runs[model, arm] for arm in arms}, resamples, compare.confidence)
@@ -277,17 +273,11 @@ def _mean(runs: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
 
 def _load(evaluations: Sequence[Path], models: Sequence[str], arms: Sequence[str]) -> dict[tuple[str, str], list[Run]]:
     """Read and check the measurements: complete, not twice, on the same texts and at the same starts."""
-    if BASE not in arms:
-        raise FarstateError(f"figure: '{BASE}' must be among the arms, every arm is compared with it")
-    runs: dict[tuple[str, str], list[Run]] = {}
+    runs: Gathered[Run] = Gathered(models, arms)
     first: tuple[Path, Run] | None = None
     for directory in map(Path, evaluations):
         run = _read(directory)
-        if run.model not in models or run.arm not in arms:
-            raise FarstateError(f"{directory}: measures {run.model} / {run.arm}, which the figure does not show")
-        group = runs.setdefault((run.model, run.arm), [])
-        if any(other.seed == run.seed for other in group):
-            raise FarstateError(f"{directory}: a second measurement of {run.model} / {run.arm}, seed {run.seed}")
+        group = runs.add(directory, run)
         first = first or (directory, run)
         for what, mine, theirs in (
             ("texts", run.units, first[1].units),
@@ -299,16 +289,9 @@ def _load(evaluations: Sequence[Path], models: Sequence[str], arms: Sequence[str
                     f"{directory} and {first[0]} were measured with different {what}; measure them with the same parameters on "
                     "the same store"
                 )
-        if group and group[0].context != run.context:
+        if group[0].context != run.context:
             raise FarstateError(f"{directory}: trained on {run.context} tokens, another seed of it on {group[0].context}")
-        group.append(run)
-    for model in models:
-        for arm in arms:
-            if (model, arm) not in runs:
-                raise FarstateError(f"no measurement of {model} / {arm}, which the figure shows")
-    for group in runs.values():
-        group.sort(key=lambda run: -1 if run.seed is None else run.seed)
-    return runs
+    return runs.complete()
 
 
 def _read(directory: Path) -> Run:

@@ -20,10 +20,12 @@ import polars as pl
 from farstate import params
 from farstate.errors import FarstateError
 from farstate.evaluation.bins import Bins
-from farstate.evaluation.compare import BASE, Texts
+from farstate.evaluation.compare import Texts
+from farstate.evaluation.gathered import Gathered, resamples_of
 from farstate.evaluation.states import RECURRENT, SAMPLED, STATISTICS, Column
-from farstate.evaluation.uncertainty import Floats, Resamples, resample
+from farstate.evaluation.uncertainty import Floats, Resamples
 from farstate.files import MANIFEST, atomic_path, read_manifest, write_manifest
+from farstate.runs import BASE
 
 CURVE_SCHEMA: dict[str, Any] = {
     "model": pl.String,
@@ -132,12 +134,7 @@ def compare_states(*, evaluations: Sequence[Path], compare: params.Compare, figu
     models, arms = list(figure["models"]), list(figure["arms"])
     runs, measured = _load(evaluations, models, arms)
     shared = next(iter(measured.values())).texts
-    resamples = resample(
-        shared.documents,
-        resamples=compare.resamples,
-        confidence=compare.confidence,
-        generator=np.random.default_rng(compare.seed),
-    )
+    resamples = resamples_of(shared.documents, compare)
     curves: list[pl.DataFrame] = []
     heads: list[pl.DataFrame] = []
     summary: list[dict[str, Any]] = []
@@ -435,19 +432,13 @@ def _load(
     evaluations: Sequence[Path], models: list[str], arms: list[str]
 ) -> tuple[dict[tuple[str, str], list[Run]], dict[str, Measured]]:
     """Read and check the measurements: complete, not twice, on the same texts and, within a model, of the same columns."""
-    if BASE not in arms:
-        raise FarstateError(f"figure: '{BASE}' must be among the arms, every arm is compared with it")
-    runs: dict[tuple[str, str], list[Run]] = {}
+    runs: Gathered[Run] = Gathered(models, arms, of=" of the states")
     measured: dict[str, Measured] = {}
     origin: dict[str, Path] = {}
     first: tuple[Path, Texts] | None = None
     for directory in map(Path, evaluations):
         run, own = _read(directory)
-        if run.model not in models or run.arm not in arms:
-            raise FarstateError(f"{directory}: measures {run.model} / {run.arm}, which the figure does not show")
-        group = runs.setdefault((run.model, run.arm), [])
-        if any(other.seed == run.seed for other in group):
-            raise FarstateError(f"{directory}: a second measurement of {run.model} / {run.arm}, seed {run.seed}")
+        runs.add(directory, run)
         if first is None:
             first = directory, own.texts
         if own.texts.documents != first[1].documents or own.texts.stretches != first[1].stretches:
@@ -468,14 +459,7 @@ def _load(
                 f"{directory} and {origin[run.model]} have different positions, training lengths or heads for the same model "
                 f"{run.model}; measure them with the same parameters"
             )
-        group.append(run)
-    for model in models:
-        for arm in arms:
-            if (model, arm) not in runs:
-                raise FarstateError(f"no measurement of the states of {model} / {arm}, which the figure shows")
-    for group in runs.values():
-        group.sort(key=lambda run: -1 if run.seed is None else run.seed)
-    return runs, measured
+    return runs.complete(), measured
 
 
 _WHICH = ("layer", "head", "part")
