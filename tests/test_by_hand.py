@@ -13,6 +13,7 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+import typer
 
 from farstate import cli
 from farstate.corpus.store import TokenStore, write_store
@@ -367,3 +368,20 @@ def test_bad_input_is_explained_in_a_line(home: Path, trained: Path, held_out: P
         with pytest.raises(FarstateError, match=match) as caught:
             called(rule, *arguments)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rule", by_hand.MEASURES)
+def test_the_help_gives_the_defaults_that_hold(rule: str) -> None:
+    """The options' texts repeat the parameters' defaults: they must be the same."""
+    command = typer.main.get_command(cli.app).commands[rule]  # type: ignore[attr-defined]
+    fields = by_hand.MEASURES[rule].parameters.model_fields
+    usual = {name: field.default for name, field in fields.items()} | {"length": by_hand.DEFAULT_LENGTH}
+    told = {}
+    for option in command.params:
+        said = getattr(option, "help", None) or ""
+        # A measure's own default stands in brackets behind the common one.
+        found = re.search(rf"\({rule}: (\d+)\)", said) or re.search(r"default (\d+)", said)
+        if option.name in fields and found:
+            told[option.name] = int(found[1])
+    assert len(told) >= 3
+    assert told == {name: usual[name] for name in told}
