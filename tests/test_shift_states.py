@@ -41,6 +41,9 @@ ARMS = {
     "passing by batch": {"initial_state": "state_passing", "reset_probability": 0.3, "reset_unit": "batch"},
     "passing on": {"initial_state": "state_passing", "reset_probability": 0.3, "previous": "micro_batch"},
     "tbtt": {"initial_state": "tbtt"},
+    "joint": {"initial_state": "gaussian", "scope": "joint", "reset_probability": 0.3},
+    "heads": {"initial_state": "gaussian", "scope": "head", "reset_probability": 0.3},
+    "permuted": {"initial_state": "permuted", "reset_probability": 0.3},
 }
 
 
@@ -176,7 +179,9 @@ def test_states_after_so_many_tokens(config, segment_tokens):
 # --- replays ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("arm", "micro_batches"), [*((arm, 1) for arm in ARMS if arm != "zero"), ("passing on", 2)])
+@pytest.mark.parametrize(
+    ("arm", "micro_batches"), [*((arm, 1) for arm in ARMS if arm != "zero"), ("passing on", 2), ("permuted", 2)]
+)
 def test_a_replay_meets_what_the_training_met(folder, store, tmp_path, arm, micro_batches):
     """A training whose rate is next to zero ends with the weights it began with: ages and losses must be those it recorded."""
     given = record(arm, micro_batches)
@@ -235,7 +240,15 @@ def test_the_first_rows_alone_have_the_states_of_the_whole_batch(store, tmp_path
 
 
 def test_rows_that_depend_on_each_other_are_all_replayed(store):
-    for arm, rows in (("fitted", ROWS), ("tbtt", ROWS), ("passing on", ROWS), ("zero", 1), ("noise", 1), ("passing", 1)):
+    for arm, rows in (
+        ("fitted", ROWS),
+        ("tbtt", ROWS),
+        ("passing on", ROWS),
+        ("permuted", ROWS),
+        ("zero", 1),
+        ("noise", 1),
+        ("passing", 1),
+    ):
         assert Replay(store, "train", Training.from_json(record(arm)), CONTEXT, 1).rows == rows
 
 
