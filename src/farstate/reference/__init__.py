@@ -19,7 +19,11 @@ from importlib import resources
 
 @dataclass(frozen=True)
 class PaperPoint:
-    """One digitised value: `value` ± `tolerance` (reading), or at least `value` when `lower_bound`."""
+    """One digitised value: `value` ± `tolerance` (reading), or at least `value` when `lower_bound`.
+
+    `position`: tokens read, of a task the tokens of its prompt (copying: letters of the string). `depth`: where in the text a passkey
+    stands, 0 to 1; None elsewhere. In `table1_copy` the tolerance is the paper's own ±, of which it does not say what it means.
+    """
 
     method: str
     position: float
@@ -27,6 +31,7 @@ class PaperPoint:
     tolerance: float
     lower_bound: bool
     note: str
+    depth: float | None = None
 
 
 def paper_points(figure: str, model: str) -> list[PaperPoint]:
@@ -40,6 +45,7 @@ def paper_points(figure: str, model: str) -> list[PaperPoint]:
             tolerance=float(row["tol"]),
             lower_bound=row["bound"] == "lower",
             note=row["note"] or "",
+            depth=float(row["depth"]) if row["depth"] else None,
         )
         for row in csv.DictReader(text.splitlines())
         if row["figure"] == figure and row["model"] == model

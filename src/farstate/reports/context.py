@@ -56,6 +56,7 @@ class Context(_Strict):
     provenance: dict[str, str | int | float | bool | list[int] | list[str] | None] = {}
     note: str = ""
     figure: dict[str, Any] = Field({}, description="the figure's own parameters")
+    tasks: dict[str, Any] = Field({}, description="on a page of a long-context task, the task's parameters")
     series: list[Series] = []
     sizes: dict[str, dict[str, int]] = Field({}, description="parameter counts by the tables' name of a model")
 

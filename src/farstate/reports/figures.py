@@ -22,7 +22,8 @@ class About:
         remark: what the page says of the paper's own finding where no values are digitised.
         draws: the module of `farstate.reports` whose `draw` makes the page.
         roles: what the page's inputs must hold.
-        family: what is varied on a page that `families` draws; what one of `states` shows, the `whole` model or its `heads`.
+        family: what is varied on a page that `families` draws; what one of `states` shows, the `whole` model or its `heads`;
+            on a page of a long-context task its name in the parameters.
     """
 
     title: str
@@ -117,6 +118,30 @@ FIGURES: dict[str, About] = {
         steps={"": 100},
         architectures=("mamba2",),
     ),
+    "fig6": About(
+        title="Does the state carry facts across long texts?",
+        question=(
+            "BABILong: the facts of a short story are hidden in background text, far beyond the training length, and a question about them "
+            "stands at the end: does the model answer it, few-shot and after training on the task?"
+        ),
+        draws="babilong",
+        roles=("task",),
+        family="babilong",
+        source="Fig. 6",
+        architectures=("mamba2",),
+    ),
+    "fig7": About(
+        title="Passkey: is a number found again, however far back it stands?",
+        question=(
+            "A number is hidden at some depth of a text and asked for at its end: how long may the text be, without training on the "
+            "task, after it, and when that training starts from other states than zero?"
+        ),
+        draws="passkey",
+        roles=("task",),
+        family="passkey",
+        source="Fig. 7",
+        architectures=("mamba2",),
+    ),
     "fig9": About(
         title="Which heads drift?",
         question=(
@@ -185,6 +210,18 @@ FIGURES: dict[str, About] = {
         draws="remembrance",
         roles=("remembrance",),
         source="Fig. 13",
+        architectures=("mamba2",),
+    ),
+    "table1": About(
+        title="Copying: are strings longer than any in training copied?",
+        question=(
+            "A model is trained from random weights to write a string of letters once more, from zero states or from passed ones: how much "
+            "of a string longer than all that it was trained on does it get right?"
+        ),
+        draws="copying",
+        roles=("task",),
+        family="copying",
+        source="Table 1",
         architectures=("mamba2",),
     ),
     "shift": About(

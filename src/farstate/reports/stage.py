@@ -21,8 +21,33 @@ _ASSUMED = {
 }
 """What no text of the paper gives."""
 _PAPER_BETA, _PAPER_RESETS, _PAPER_RATE = 0.1, 0.1, 0.1
-_PARTS = ("pretrain", "posttrain", "evaluate", "remembrance", "states", "shift", "compare", "figure")
+_PARTS = ("pretrain", "posttrain", "evaluate", "remembrance", "states", "shift", "tasks", "compare", "figure")
 """Parts of the parameters a page prints, where it has them."""
+_TASK_ASSUMED = {
+    "babilong": {"examples", "facts", "shots", "mixture", "max_new_tokens", "split_labels", "training_lengths", "training"},
+    "passkey": {"examples", "filler", "training"},
+    "copying": {"examples", "alphabet", "training"},
+}
+"""By task, what no text of the paper gives; `training` is the part of the parameters, but for what stands below."""
+_POWERS = [1024 * 2**power for power in range(9)]
+_PAPER_TASKS: dict[str, dict[str, tuple[Any, str]]] = {
+    "babilong": {
+        "tasks": ([f"qa{number}" for number in range(1, 11)], "qa1 to qa10"),
+        "lengths": ([0, *_POWERS], "0 and 1024 to 262144"),
+    },
+    "passkey": {
+        "lengths": (_POWERS[1:], "2048 to 262144"),
+        "depths": ([0.1, 0.5, 0.9], "0.1, 0.5, 0.9"),
+        "keys": ([10000, 99999], "five digits"),
+        "training.rest_weight": (0.0, "0, loss on the key alone"),
+    },
+    "copying": {
+        "training_lengths": ([50, 100], "50 to 100"),
+        "lengths": ([300], "300"),
+        "training.examples": (1_000_000, "1000000"),
+    },
+}
+"""By task and key what the paper has, and how it is said."""
 _ELSEWHERE = ("figure.models", "figure.arms")
 """What a page shows at length elsewhere."""
 
@@ -90,10 +115,11 @@ def _context(about: About, report: dict[str, Any], manifests: Mapping[str, Seque
             "commit": commit().get("commit", "not a git checkout"),
             **keys,
             **(_pretraining_seeds(report) if trained_here and "pretrain" in report else {}),
-            **({"post-training seeds": list(report["posttrain"]["seeds"])} if report.get("posttrain") else {}),
+            **_training_seeds(about, report),
         },
         "note": report["note"],
         "figure": report.get("figure", {}),
+        "tasks": report.get("tasks") or {},
         "series": report.get("series", []),
         "sizes": sizes,
     }
@@ -103,6 +129,15 @@ def _pretraining_seeds(report: dict[str, Any]) -> dict[str, Any]:
     """A page that shows no post-training may show several pre-trainings; the figure's own seeds are theirs then."""
     several = report.get("figure", {}).get("seeds") if not report.get("posttrain") else None
     return {"pre-training seeds": list(several)} if several else {"pre-training seed": report["pretrain"]["seed"]}
+
+
+def _training_seeds(about: About, report: dict[str, Any]) -> dict[str, Any]:
+    """Seeds of the post-training; of a page that shows a task alone, those of the training on it."""
+    seeds = report.get("posttrain", {}).get("seeds") or (report.get("tasks") and report.get("figure", {}).get("seeds"))
+    if not seeds:
+        return {}
+    whose = "seeds of the training on the task" if about.family in ("passkey", "copying") else "post-training seeds"
+    return {whose: list(seeds)}
 
 
 def _sizes(manifests: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
@@ -119,11 +154,19 @@ def _sizes(manifests: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def _budget(report: dict[str, Any]) -> str:
-    """Post-training steps and their tokens in words; nothing where the page shows no post-training."""
+    """Post-training steps and their tokens in words, and the examples of a task; nothing where the page shows no such training."""
+    task = f"{report['tasks']['training']['examples']:,} examples of the task, each read once" if report.get("tasks") else ""
+    further = _posttraining_budget(report)
+    return f"{further}; then {task}" if further and task else further or task
+
+
+def _posttraining_budget(report: dict[str, Any]) -> str:
     budgets: dict[str, list[str]] = {}
     if not report.get("posttrain") or not report["posttrain"].get("arms"):
         return ""
     for name, model in report["models"].items():
+        if model["posttrain"] is None:
+            continue
         words = f"{model['steps']} post-training steps of {model['posttrain']['batch_tokens']:,} tokens"
         budgets.setdefault(words, []).append(name)
     if len(budgets) > 1:
@@ -154,8 +197,8 @@ def _printed(about: About, report: dict[str, Any]) -> list[dict[str, Any]]:
         (key, value, None)
         for part in _PARTS
         if report.get(part) and (part != "pretrain" or trained_here)
-        for key, value in flatten(report[part], part).items()
-        if value != {} and not key.endswith(".initial_state") and key not in hidden
+        for key, value in flatten(report[part], f"tasks.{about.family}" if part == "tasks" else part).items()
+        if value != {} and key != f"tasks.{about.family}.jobs" and not key.endswith(".initial_state") and key not in hidden
         if value is not None or part != "figure"
     ]
     for key, value, model_name in [*given, *_changes(report)]:
@@ -164,21 +207,31 @@ def _printed(about: About, report: dict[str, Any]) -> list[dict[str, Any]]:
             {
                 "name": key,
                 "value": _shown(value),
-                "assumed": path[-1] in _ASSUMED or path[1] in _ASSUMED,
+                "assumed": _is_assumed(path),
                 "differs": _differs(about, report, key, value, model_name),
             }
         )
     arms = report.get("posttrain", {}).get("arms", {})
     if trained_here or arms:
         rows.append({"name": "optimizer", "value": "AdamW", "assumed": True})
-    if arms:
+    if "steps" in report.get("posttrain", {}) and arms:
         rows.append({"name": "optimizer state when post-training begins", "value": "fresh", "assumed": True})
+    if report.get("tasks") and about.family != "copying":
+        rows.append({"name": "optimizer state when training on the task begins", "value": "fresh", "assumed": True})
     if any(arm["initial_state"] == "fitted_noise" for arm in arms.values()):
         rows.append(
             {"name": "fitted noise, moments over", "value": "a head's channels, its state and the batch", "assumed": True}
         )
         rows.append({"name": "fitted noise, first update", "value": "takes the batch's values", "assumed": True})
     return rows
+
+
+def _is_assumed(path: Sequence[str]) -> bool:
+    """Whether no text of the paper gives a value."""
+    if path[0] == "tasks":
+        task, key = path[1], path[2]
+        return key in _TASK_ASSUMED[task] and ".".join(path[2:]) not in _PAPER_TASKS[task]
+    return path[-1] in _ASSUMED or path[1] in _ASSUMED
 
 
 def _shown(value: Any, name: str = "") -> Any:
@@ -199,7 +252,7 @@ def _changes(report: dict[str, Any]) -> list[tuple[str, Any, str]]:
             if model["training_tokens"] != tokens // model["pretrain"]["batch_tokens"] * model["pretrain"]["batch_tokens"]:
                 found.append((f"pretrain.by_model.{name}.tokens", model["training_tokens"], name))
             found += _recipe_changes(f"pretrain.by_model.{name}", recipe, model["pretrain"], name)
-        if not report.get("posttrain"):
+        if not report.get("posttrain") or model["posttrain"] is None:
             continue
         if model["steps"] != report["posttrain"]["steps"]:
             found.append((f"posttrain.by_model.{name}.steps", model["steps"], name))
@@ -215,6 +268,9 @@ def _differs(about: About, report: dict[str, Any], key: str, value: Any, model: 
     """What the paper has instead, or nothing. `model`: whose own value it is; None: the common one."""
     names = list(report["models"]) if model is None else [model]
     path = key.split(".")
+    if path[0] == "tasks":
+        paper, said = _PAPER_TASKS[path[1]].get(".".join(path[2:]), (None, ""))
+        return said if paper is not None and value != paper else ""
     if path[0] == "posttrain" and path[-1] == "steps":
         wanted = [about.steps.get(report["models"][name]["architecture"], about.steps[""]) for name in names]
         if model is None:
@@ -229,7 +285,7 @@ def _differs(about: About, report: dict[str, Any], key: str, value: Any, model: 
     if path[0] == "posttrain" and path[-1] == "peak_learning_rate":
         for name in names:
             own = report["models"][name]
-            if own["pretrain"] is None or own["posttrain"]["peak_learning_rate"] != value:
+            if own["pretrain"] is None or own["posttrain"] is None or own["posttrain"]["peak_learning_rate"] != value:
                 continue
             if not math.isclose(value, _PAPER_RATE * own["pretrain"]["peak_learning_rate"]):
                 return "a tenth of the pre-training rate"
