@@ -21,7 +21,7 @@ _ASSUMED = {
 }
 """What no text of the paper gives."""
 _PAPER_BETA, _PAPER_RESETS, _PAPER_RATE = 0.1, 0.1, 0.1
-_PARTS = ("pretrain", "posttrain", "evaluate", "remembrance", "states", "shift", "tasks", "compare", "figure")
+_PARTS = ("pretrain", "posttrain", "evaluate", "remembrance", "states", "shift", "arms", "tasks", "compare", "figure")
 """Parts of the parameters a page prints, where it has them."""
 _TASK_ASSUMED = {
     "babilong": {"examples", "facts", "shots", "mixture", "max_new_tokens", "split_labels", "training_lengths", "training"},
@@ -108,36 +108,40 @@ def _context(about: About, report: dict[str, Any], manifests: Mapping[str, Seque
     return {
         "models": models,
         "scale": report["scale"],
-        "budget": _budget(report),
+        "budget": _budget(about, report),
         "parameters": _printed(about, report),
         "provenance": {
             **{f"version of {name}": version for name, version in versions().items()},
             "commit": commit().get("commit", "not a git checkout"),
             **keys,
-            **(_pretraining_seeds(report) if trained_here and "pretrain" in report else {}),
+            **(_pretraining_seeds(about, report) if trained_here and "pretrain" in report else {}),
             **_training_seeds(about, report),
         },
         "note": report["note"],
         "figure": report.get("figure", {}),
-        "tasks": report.get("tasks") or {},
+        "tasks": _task(about, report),
         "series": report.get("series", []),
         "sizes": sizes,
     }
 
 
-def _pretraining_seeds(report: dict[str, Any]) -> dict[str, Any]:
+def _pretraining_seeds(about: About, report: dict[str, Any]) -> dict[str, Any]:
     """A page that shows no post-training may show several pre-trainings; the figure's own seeds are theirs then."""
-    several = report.get("figure", {}).get("seeds") if not report.get("posttrain") else None
+    further = report.get("posttrain") or _task(about, report)
+    several = None if further else report.get("figure", {}).get("seeds")
     return {"pre-training seeds": list(several)} if several else {"pre-training seed": report["pretrain"]["seed"]}
 
 
 def _training_seeds(about: About, report: dict[str, Any]) -> dict[str, Any]:
-    """Seeds of the post-training; of a page that shows a task alone, those of the training on it."""
-    seeds = report.get("posttrain", {}).get("seeds") or (report.get("tasks") and report.get("figure", {}).get("seeds"))
-    if not seeds:
-        return {}
-    whose = "seeds of the training on the task" if about.family in ("passkey", "copying") else "post-training seeds"
-    return {whose: list(seeds)}
+    """Seeds of the post-training; of a page that shows a task without one, those of the training on it."""
+    if report.get("posttrain"):
+        return {"post-training seeds": list(report["posttrain"]["seeds"])}
+    return {"seeds of the training on the task": list(report["seeds"])} if _task(about, report) else {}
+
+
+def _task(about: About, report: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of the page's long-context task; empty where it shows none."""
+    return dict(report.get("tasks", {}).get(about.family, {}))
 
 
 def _sizes(manifests: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
@@ -153,11 +157,12 @@ def _sizes(manifests: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
     return found
 
 
-def _budget(report: dict[str, Any]) -> str:
+def _budget(about: About, report: dict[str, Any]) -> str:
     """Post-training steps and their tokens in words, and the examples of a task; nothing where the page shows no such training."""
-    task = f"{report['tasks']['training']['examples']:,} examples of the task, each read once" if report.get("tasks") else ""
+    task = _task(about, report)
+    own = f"{task['training']['examples']:,} examples of the task, each read once" if task else ""
     further = _posttraining_budget(report)
-    return f"{further}; then {task}" if further and task else further or task
+    return f"{further}; then {own}" if further and own else further or own
 
 
 def _posttraining_budget(report: dict[str, Any]) -> str:
@@ -191,13 +196,13 @@ def _printed(about: About, report: dict[str, Any]) -> list[dict[str, Any]]:
         if first != name and model["shape"] is not None:
             value = f"as models.{first}"
         rows.append({"name": f"models.{name}", "value": value, "assumed": model["shape"] is not None})
-    several = "pre-training seeds" in _pretraining_seeds(report) if "pretrain" in report else False
+    several = "pre-training seeds" in _pretraining_seeds(about, report) if "pretrain" in report else False
     hidden = (*_ELSEWHERE, *(("pretrain.seed",) if several else ()))
     given = [
         (key, value, None)
         for part in _PARTS
         if report.get(part) and (part != "pretrain" or trained_here)
-        for key, value in flatten(report[part], f"tasks.{about.family}" if part == "tasks" else part).items()
+        for key, value in flatten(report[part], part).items()
         if value != {} and key != f"tasks.{about.family}.jobs" and not key.endswith(".initial_state") and key not in hidden
         if value is not None or part != "figure"
     ]
@@ -211,12 +216,12 @@ def _printed(about: About, report: dict[str, Any]) -> list[dict[str, Any]]:
                 "differs": _differs(about, report, key, value, model_name),
             }
         )
-    arms = report.get("posttrain", {}).get("arms", {})
+    arms = _arms(report)
     if trained_here or arms:
         rows.append({"name": "optimizer", "value": "AdamW", "assumed": True})
-    if "steps" in report.get("posttrain", {}) and arms:
+    if report.get("posttrain", {}).get("arms"):
         rows.append({"name": "optimizer state when post-training begins", "value": "fresh", "assumed": True})
-    if report.get("tasks") and about.family != "copying":
+    if _task(about, report) and about.family != "copying":
         rows.append({"name": "optimizer state when training on the task begins", "value": "fresh", "assumed": True})
     if any(arm["initial_state"] == "fitted_noise" for arm in arms.values()):
         rows.append(
@@ -224,6 +229,11 @@ def _printed(about: About, report: dict[str, Any]) -> list[dict[str, Any]]:
         )
         rows.append({"name": "fitted noise, first update", "value": "takes the batch's values", "assumed": True})
     return rows
+
+
+def _arms(report: dict[str, Any]) -> dict[str, Any]:
+    """The arms of the post-training, or of the training on a task, with their parameters."""
+    return dict(report.get("posttrain", {}).get("arms", {}) or report.get("arms", {}))
 
 
 def _is_assumed(path: Sequence[str]) -> bool:
@@ -277,10 +287,10 @@ def _differs(about: About, report: dict[str, Any], key: str, value: Any, model: 
             wanted = [steps for steps, name in zip(wanted, names, strict=True) if report["models"][name]["steps"] == value]
         other = sorted({steps for steps in wanted if steps is not None and steps != value})
         return " or ".join(map(str, other))
-    for name, arm in report.get("posttrain", {}).get("arms", {}).items():
-        if key == f"posttrain.arms.{name}.reset_probability":
+    for name, arm in _arms(report).items():
+        if key.endswith(f"arms.{name}.reset_probability"):
             return "" if value == _PAPER_RESETS else f"{_PAPER_RESETS}"
-        if key == f"posttrain.arms.{name}.beta" and arm["initial_state"] == "fitted_noise":
+        if key.endswith(f"arms.{name}.beta") and arm["initial_state"] == "fitted_noise":
             return "" if value == _PAPER_BETA else f"{_PAPER_BETA}"
     if path[0] == "posttrain" and path[-1] == "peak_learning_rate":
         for name in names:
