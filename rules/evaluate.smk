@@ -1,9 +1,10 @@
 # Evaluation: tidy tables of measurements, and their comparison with intervals.
 #
-# Inputs:  models of results/pretrain and results/posttrain, the token store
-#          (params: evaluate, remembrance, states, shift, compare, figures)
+# Inputs:  models of results/pretrain, results/posttrain and results/tasks, the token store, the examples of tasks
+#          (params: evaluate, remembrance, states, shift, tasks, compare, figures)
 # Outputs: results/evaluate/{perplexity,remembrance,states,shift}.<run>-<key>/ with a table of the same name,
-#          results/evaluate/[compare_{remembrance,states}.]<figure>-<key>/ with the tables that a figure draws
+#          results/evaluate/task.<run>[.<cell>]-<key>/ with the answers,
+#          results/evaluate/[compare_{remembrance,states,task}.]<figure>-<key>/ with the tables that a figure draws
 
 
 rule perplexity:
@@ -115,6 +116,32 @@ rule shift:
         "OMP_NUM_THREADS={threads} farstate shift {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
 
 
+rule task:
+    """What one model answers to the examples of a task."""
+    input:
+        unpack(upstream("results/evaluate/task.{run}-{key}")),
+    output:
+        multiext(
+            "results/evaluate/task.{run}-{key}/",
+            manifest="manifest.json",
+            answers="answers.parquet",
+        ),
+    log:
+        "logs/evaluate/task.{run}-{key}.log",
+    cache: True
+    threads: THREADS.evaluate
+    resources:
+        mem_mb=8000,
+        runtime=480,
+    params:
+        stage=record("results/evaluate/task.{run}-{key}"),
+        output=subpath(output.manifest, parent=True),
+    message:
+        "Asking {wildcards.run}"
+    shell:
+        "OMP_NUM_THREADS={threads} farstate task {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+
+
 rule compare:
     """Compare the arms of a figure: curves, intervals, verdicts, state ages."""
     input:
@@ -205,6 +232,33 @@ rule compare_states:
         "Comparing the states of {wildcards.figure}"
     shell:
         "farstate compare-states {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+
+
+rule compare_task:
+    """Score the answers of a figure's models, with intervals."""
+    input:
+        unpack(upstream("results/evaluate/compare_task.{figure}-{key}")),
+    output:
+        multiext(
+            "results/evaluate/compare_task.{figure}-{key}/",
+            manifest="manifest.json",
+            scores="scores.parquet",
+        ),
+    log:
+        "logs/evaluate/compare_task.{figure}-{key}.log",
+    benchmark:
+        "logs/benchmarks/evaluate/compare_task.{figure}-{key}.tsv"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=60,
+    params:
+        stage=record("results/evaluate/compare_task.{figure}-{key}"),
+        output=subpath(output.manifest, parent=True),
+    message:
+        "Scoring the answers of {wildcards.figure}"
+    shell:
+        "farstate compare-task {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
 
 
 rule evaluated:

@@ -25,7 +25,8 @@ app = typer.Typer(
         "How far does the state of a recurrent language model carry?\n\n"
         "The pipeline: **fetch** → **documents** → **tokenizer** → **tokens** → **store** → **pretrain** (or "
         "**import-checkpoint**) → **posttrain** → **perplexity**, **remembrance**, **states**, **shift** → **compare**, "
-        "**compare-remembrance**, **compare-states** → **report**. Snakemake calls these stages "
+        "**compare-remembrance**, **compare-states** → **report**; and for the long-context tasks **task-data** → **tune** → **task** → "
+        "**compare-task** → **report**. Snakemake calls these stages "
         "with the parameters it resolved (`snakemake reports/fig5.html`); each also runs by hand on the same record, "
         "`.farstate/stages/<phase>.<name>-<key>.json`."
     ),
@@ -321,6 +322,54 @@ def posttrain(record: Record, output: Output = None) -> None:
         return posttrain_stage(stage)
 
     _run(record, output, "posttrain", work)
+
+
+@app.command("task-data")
+def task_data(record: Record, output: Output = None) -> None:
+    """Make the examples of a long-context task: prompts of exact length, and their answers."""
+
+    def work(stage: Stage) -> dict[str, Any]:
+        from farstate.tasks.stages import data_stage
+
+        return data_stage(stage)
+
+    _run(record, output, "task_data", work)
+
+
+@app.command()
+def tune(record: Record, output: Output = None) -> None:
+    """Train a model on a task's examples, from one arm's initial states; resumes after a kill."""
+
+    def work(stage: Stage) -> dict[str, Any]:
+        from farstate.tasks.stages import tune_stage
+
+        return tune_stage(stage)
+
+    _run(record, output, "tune", work)
+
+
+@app.command()
+def task(record: Record, output: Output = None) -> None:
+    """Ask a model the examples of a task: greedy answers from the state after each prompt."""
+
+    def work(stage: Stage) -> None:
+        from farstate.tasks.stages import measure_stage
+
+        measure_stage(stage)
+
+    _run(record, output, "task", work)
+
+
+@app.command("compare-task")
+def compare_task(record: Record, output: Output = None) -> None:
+    """Score the answers of a figure's models, with intervals."""
+
+    def work(stage: Stage) -> None:
+        from farstate.tasks.stages import compare_stage
+
+        compare_stage(stage)
+
+    _run(record, output, "compare_task", work)
 
 
 @app.command()
@@ -693,7 +742,7 @@ def register(
 
 @app.command()
 def supersede(
-    phase: Annotated[str, typer.Argument(help="corpus, pretrain, posttrain, evaluate or report", show_default=False)],
+    phase: Annotated[str, typer.Argument(help="corpus, pretrain, posttrain, tasks, evaluate or report", show_default=False)],
     params: Annotated[Path, typer.Option(help="the parameters that say what is current")] = Path("params.yaml"),
 ) -> None:
     """Move results that no current parameter asks for into `.superseded/`, and name those that are current for DVC."""

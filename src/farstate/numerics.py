@@ -17,5 +17,6 @@ NUMERICS: dict[str, int] = {
     "remembrance": 1,
     "states": 1,
     "shift": 1,
+    "tasks": 1,
     "reports": 1,
 }

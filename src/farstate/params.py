@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
 
 import yaml
 from pydantic import (
@@ -40,6 +40,16 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", description="lower-case letters, digits, . - and _")]
 ArmName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="lower-case letters, digits, - and _")]
 PackagePin = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.+!_-]*$")]
+
+
+def _without_doubles(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    twice = [value for number, value in enumerate(values) if value in values[:number]]
+    if twice:
+        raise ValueError(f"'{twice[0]}' is named twice")
+    return values
+
+
+Distinct = AfterValidator(_without_doubles)
 
 
 class Strict(BaseModel):
@@ -313,7 +323,7 @@ class Posttrain(Strict):
     by_model: dict[Name, PosttrainChange] = Field({}, description="single models, instead of the values above")
     arms: dict[ArmName, Arm] = Field(min_length=1)
 
-    def steps_of(self, model: str, figure: ArmsFigure) -> int:
+    def steps_of(self, model: str, figure: _OfArms) -> int:
         change = self.by_model.get(model)
         if change is not None and change.steps is not None:
             return change.steps
@@ -433,6 +443,130 @@ class Shift(Texts):
         return self
 
 
+# --- long-context tasks ----------------------------------------------------------------------------------
+
+
+class TaskTraining(Strict):
+    """Training on a task's own examples, each of which is read once."""
+
+    examples: PositiveInt = Field(description="the last broken batch is left out")
+    packing: Literal["one_per_row", "packed"] = Field(
+        "one_per_row",
+        description="one_per_row: an example a row, filled up behind it; packed: as many whole examples as fit, so that a state that is "
+        "passed on has read several",
+    )
+    rest_weight: Probability = Field(
+        0.0, description="weight in the loss of a token outside the answer; the answer's tokens have 1"
+    )
+    recipe: Recipe
+
+
+class Task(Strict):
+    """What all tasks share."""
+
+    examples: PositiveInt = Field(description="examples for evaluation in each cell")
+    seed: Annotated[int, Field(ge=0)] = Field(0, description="of the examples")
+    jobs: Literal["model", "cell"] = Field(
+        "model", description="what one job measures: all cells of a model, or one, so that a cluster runs them side by side"
+    )
+    precision: Literal["float32", "bf16-mixed"] = "float32"
+    training: TaskTraining
+
+
+BabilongTask = Literal["qa1", "qa2", "qa3", "qa4", "qa5", "qa6", "qa7", "qa8", "qa9", "qa10"]
+BABILONG_TASKS: tuple[BabilongTask, ...] = get_args(BabilongTask)
+
+
+class PublishedBabilong(Strict):
+    """The published sets: by hub name, or a local copy of them."""
+
+    hub: str | None = Field(None, description="RMT-team/babilong, RMT-team/babilong-1k-samples, or one of the same form")
+    files: str | None = Field(None, description="a folder with data/<task>/<length>.json (or .jsonl, .parquet)")
+    lengths: tuple[Annotated[str, Field(pattern=r"^[0-9]+[kM]$")], ...] = Field(
+        min_length=1, description="names of the sets, 0k … 10M"
+    )
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> PublishedBabilong:
+        if (self.hub is None) == (self.files is None):
+            raise ValueError("give exactly one of hub and files")
+        return self
+
+
+class Babilong(Task):
+    """Facts of a small world, hidden in background text, and a question about them."""
+
+    tasks: Annotated[tuple[BabilongTask, ...], Field(min_length=1), Distinct] = BABILONG_TASKS
+    lengths: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), Distinct] = Field(
+        description="tokens of a prompt, of the model's own tokenizer; 0: facts and question alone"
+    )
+    published: PublishedBabilong | None = Field(
+        None, description="measure on the published sets instead of generated ones; training examples are generated either way"
+    )
+    facts: tuple[PositiveInt, PositiveInt] = Field((2, 10), description="fewest and most facts of a story")
+    shots: Annotated[int, Field(ge=0)] = Field(2, description="solved stories before a few-shot prompt, counted in its length")
+    split_labels: Literal["allow", "refuse"] = Field("allow", description="answers that the tokenizer splits into several tokens")
+    max_new_tokens: PositiveInt = Field(16, description="longest answer that is generated; the lenient scorer reads as many")
+    mixture: dict[BabilongTask, PositiveFloat] = Field(
+        {}, description="share of each task in the training examples, relative to the others; {}: all of `tasks` alike"
+    )
+    training_lengths: Literal["full", "uniform"] = Field(
+        "full", description="tokens of a training prompt: as many as fit, or drawn from the shortest to that [assumed]"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Babilong:
+        if self.facts[0] > self.facts[1]:
+            raise ValueError(f"facts: the fewest, {self.facts[0]}, are more than the most, {self.facts[1]}")
+        return self
+
+
+class Passkey(Task):
+    """A number hidden in filler, to be told at the end."""
+
+    lengths: Annotated[tuple[PositiveInt, ...], Field(min_length=1), Distinct] = Field(description="tokens of a prompt")
+    depths: Annotated[tuple[Probability, ...], Field(min_length=1), Distinct] = Field(
+        description="where the key stands: 0 at the beginning, 1 right before the question"
+    )
+    keys: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = Field(
+        (10000, 99999), description="lowest and highest key; the other published form has 1 and 50000"
+    )
+    filler: Literal["sentences", "text"] = Field("sentences", description="the usual sentences again and again, or held-out text")
+    instruction: bool = Field(True, description="a sentence before the filler says what to look for")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Passkey:
+        if self.keys[0] >= self.keys[1]:
+            raise ValueError(f"keys: the lowest, {self.keys[0]}, is not below the highest, {self.keys[1]}")
+        return self
+
+
+class Copying(Task):
+    """A string of letters, to be written once more."""
+
+    alphabet: Annotated[str, Field(min_length=2)] = "abcdefghijklmnopqrstuvwxyz"
+    training_lengths: tuple[PositiveInt, PositiveInt] = Field((50, 100), description="shortest and longest string in training")
+    lengths: Annotated[tuple[PositiveInt, ...], Field(min_length=1), Distinct] = Field((100, 300), description="of test strings")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Copying:
+        if self.training_lengths[0] > self.training_lengths[1]:
+            raise ValueError(
+                f"training_lengths: the shortest, {self.training_lengths[0]}, is above the longest, {self.training_lengths[1]}"
+            )
+        if len(set(self.alphabet)) != len(self.alphabet) or set(self.alphabet) & set("$|."):
+            raise ValueError(f"alphabet: '{self.alphabet}' has a letter twice, or one of $ | . that frame the strings")
+        return self
+
+
+class Tasks(Strict):
+    """Long-context tasks; one that no figure shows may be left out."""
+
+    babilong: Babilong | None = None
+    passkey: Passkey | None = None
+    copying: Copying | None = None
+
+
 class Compare(Strict):
     tolerance: NonNegativeFloat = Field(0.02, description="nats above p* that still count as generalising (Def. 3.2)")
     confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95
@@ -440,32 +574,32 @@ class Compare(Strict):
     seed: Annotated[int, Field(ge=0)] = 0
 
 
-def _without_doubles(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if twice := next((value for number, value in enumerate(values) if value in values[:number]), None):
-        raise ValueError(f"'{twice}' is named twice")
-    return values
-
-
-Distinct = AfterValidator(_without_doubles)
 Models = Annotated[tuple[Name, ...], Field(min_length=1), Distinct]
 Arms = Annotated[tuple[ArmName, ...], Field(min_length=1, description="'base' and names from posttrain.arms"), Distinct]
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), Distinct]
 Length = Annotated[int, Field(ge=2)]
 
 
-class Shown(Strict):
+class OfModels(Strict):
     """What every figure names."""
 
     models: Models
+
+
+class Shown(OfModels):
+    """A figure of measurements by position."""
+
     length: Length | None = Field(None, description="positions measured; null: as the measurement's own parameters say")
 
 
-class ArmsFigure(Shown):
-    """Arms side by side, one panel a model."""
-
+class _OfArms(Strict):
     arms: Arms
     steps: PositiveInt | None = Field(None, description="post-training steps of this figure's arms; null: posttrain.steps")
     seeds: Seeds | None = Field(None, description="post-training seeds; null: posttrain.seeds")
+
+
+class ArmsFigure(_OfArms, Shown):
+    """Arms side by side, one panel a model."""
 
 
 class Figure(ArmsFigure):
@@ -535,6 +669,38 @@ class CostFigure(ArmsFigure):
     vary_peak_learning_rate: Annotated[tuple[PositiveFloat, ...], Distinct] = ()
 
 
+class TaskFigure(OfModels):
+    """A long-context task; its parameters are those of `tasks`."""
+
+    arms: Arms
+    context: PositiveInt | None = Field(None, description="training length of these models; null: as in `models`")
+
+
+class BabilongFigure(_OfArms, TaskFigure):
+    """BABILong: post-trained models, few-shot and after training on the task from zero states."""
+
+    seeds: Seeds | None = Field(
+        None, description="of the post-training and of the training on the task after it; null: posttrain.seeds"
+    )
+    prompting: Annotated[tuple[Literal["few_shot", "fine_tuned"], ...], Field(min_length=1), Distinct] = (
+        "few_shot",
+        "fine_tuned",
+    )
+
+
+class PasskeyFigure(TaskFigure):
+    """Passkey: `base` is the model as it is (zero-shot), the others are trained on the task from an arm's initial states."""
+
+    seeds: Seeds | None = Field(None, description="of the training on the task; null: posttrain.seeds")
+
+
+class CopyingFigure(TaskFigure):
+    """Copying: models trained on it from random weights, from an arm's initial states."""
+
+    arms: Annotated[tuple[ArmName, ...], Field(min_length=1, description="names from posttrain.arms"), Distinct]
+    seeds: Seeds | None = Field(None, description="of weights and data order; null: posttrain.seeds")
+
+
 class Figures(Strict):
     """What is computed is what some figure shows; a figure left out is not drawn."""
 
@@ -543,11 +709,14 @@ class Figures(Strict):
     fig3: SnapshotsFigure | None = Field(None, description="over-training on short contexts: snapshots along the training")
     fig4: StatesFigure | None = Field(None, description="do states drift: the whole model")
     fig5: Figure | None = Field(None, description="which initial state repairs")
+    fig6: BabilongFigure | None = Field(None, description="facts hidden in long texts: BABILong")
+    fig7: PasskeyFigure | None = Field(None, description="a number hidden in long texts: passkey")
     fig9: StatesFigure | None = Field(None, description="do states drift: single heads")
     fig10: Figure | None = Field(None, description="perplexity far beyond the training length, for RWKV-6")
     fig11: WarmUpsFigure | None = Field(None, description="the length of the warm-up")
     fig12: SigmasFigure | None = Field(None, description="the width of random noise")
     fig13: RememberedFigure | None = Field(None, description="effective remembrance by three distances")
+    table1: CopyingFigure | None = Field(None, description="strings longer than in training: copying")
     shift: ShiftFigure | None = Field(None, description="distribution shift, novelty and swapped states (not in the paper)")
     cost: CostFigure | None = Field(None, description="is the repair free (not in the paper)")
 
@@ -557,7 +726,7 @@ class Figures(Strict):
             raise ValueError(f"give at least one of {', '.join(type(self).model_fields)}")
         return self
 
-    def given(self) -> dict[str, Shown]:
+    def given(self) -> dict[str, OfModels]:
         """The figures asked for, by name."""
         return {name: figure for name in type(self).model_fields if (figure := getattr(self, name)) is not None}
 
@@ -580,6 +749,7 @@ class Params(Strict):
     remembrance: Remembrance = Remembrance()
     states: States = States()
     shift: Shift = Shift()
+    tasks: Tasks = Tasks()
     compare: Compare = Compare()
     figures: Figures
     report: Report = Report()
@@ -625,13 +795,19 @@ class Params(Strict):
                     f"{_origin_of('pretrain', self.pretrain, name, 'recipe.batch_tokens')}, for '{name}'"
                 )
         for figure_name, figure in self.figures.given().items():
-            self._can_be_drawn(f"figures.{figure_name}", figure)
+            if isinstance(figure, Shown):
+                self._can_be_drawn(f"figures.{figure_name}", figure)
+            if isinstance(figure, TaskFigure):
+                self._can_be_trained(f"figures.{figure_name}", figure)
         return self
 
-    def _names_exist(self, key: str, figure: Shown) -> None:
+    def _names_exist(self, key: str, figure: OfModels) -> None:
         for model in figure.models:
             if model not in self.models:
                 raise ValueError(f"{key}.models: '{model}' is not in models{nearest(model, self.models)}")
+        if isinstance(figure, TaskFigure):
+            self._task_arms_exist(key, figure)
+            return
         if not isinstance(figure, ArmsFigure):
             for model in figure.models:
                 if self.models[model].checkpoint is not None:
@@ -654,6 +830,75 @@ class Params(Strict):
             strange := [arm for arm in figure.vary if arm not in figure.arms or arm == "base"]
         ):
             raise ValueError(f"{key}.vary: '{strange[0]}' is not among the arms of the figure that are post-trained")
+
+    def _task_arms_exist(self, key: str, figure: TaskFigure) -> None:
+        arms = self.posttrain.arms
+        for arm in figure.arms:
+            if isinstance(figure, CopyingFigure) and arm == "base":
+                raise ValueError(f"{key}.arms: 'base' is not among them, its models are trained on the task from random weights")
+            if arm != "base" and arm not in arms:
+                raise ValueError(f"{key}.arms: '{arm}' is not in posttrain.arms{nearest(arm, arms)}")
+            if not isinstance(figure, BabilongFigure) and isinstance(arms.get(arm), Tbtt):
+                raise ValueError(f"{key}.arms: '{arm}' passes states along a document, and examples of a task do not go on")
+        if not isinstance(figure, CopyingFigure) and "base" not in figure.arms:
+            raise ValueError(f"{key}.arms: 'base' must be among them, every arm is compared with it")
+        task, _ = self.task_of(figure)
+        if getattr(self.tasks, task) is None:
+            raise ValueError(f"tasks.{task}: missing, and {key} shows it; params.yaml has an example")
+
+    def task_of(self, figure: TaskFigure) -> tuple[str, Any]:
+        """The name of a figure's task, and its section of the parameters."""
+        name = {BabilongFigure: "babilong", PasskeyFigure: "passkey", CopyingFigure: "copying"}[type(figure)]
+        return name, getattr(self.tasks, name)
+
+    def _can_be_trained(self, key: str, figure: TaskFigure) -> None:
+        """Rows of the task's training fit its batches, and strings fit the rows."""
+        task, section = self.task_of(figure)
+        recipe: Recipe = section.training.recipe
+        for name in figure.models:
+            spec = self.models[name]
+            if isinstance(figure, CopyingFigure) and spec.shape is None:
+                raise ValueError(
+                    f"{key}.models: '{name}' is a published checkpoint; this figure trains models from random weights"
+                )
+            if figure.context is not None and spec.checkpoint is not None:
+                raise ValueError(
+                    f"{key}.context: '{name}' is a published checkpoint, whose training length stands in models.{name}.context"
+                )
+            context, where = (
+                (spec.context, f"models.{name}.context") if figure.context is None else (figure.context, f"{key}.context")
+            )
+            part = context * recipe.micro_batches
+            if recipe.batch_tokens % part:
+                raise ValueError(
+                    f"tasks.{task}.training.recipe.batch_tokens: {recipe.batch_tokens} is not a multiple of {where} × micro_batches = {part}"
+                )
+            for phase, given in (("pretrain", self.pretrain), ("posttrain", self.posttrain)):
+                other = given.recipe_of(name)
+                trains = spec.shape is not None if phase == "pretrain" else isinstance(figure, BabilongFigure)
+                if figure.context is not None and trains and other.batch_tokens % (context * other.micro_batches):
+                    raise ValueError(
+                        f"{where}: {context} × micro_batches = {context * other.micro_batches} does not divide "
+                        f"{_origin_of(phase, given, name, 'recipe.batch_tokens')} = {other.batch_tokens}"
+                    )
+            rows = recipe.batch_tokens // context
+            if section.training.packing == "one_per_row" and section.training.examples < rows:
+                raise ValueError(
+                    f"tasks.{task}.training.examples: {section.training.examples} do not fill one batch of {rows} rows ({where})"
+                )
+            if isinstance(spec.shape, HybridShape) and spec.shape.attention_window is None:
+                longest_prompt = max(getattr(section, "lengths", (0,)))
+                if longest_prompt > spec.shape.attention_cache:
+                    raise ValueError(
+                        f"tasks.{task}.lengths: {longest_prompt} is more than models.{name}.shape.attention_cache = {spec.shape.attention_cache}, "
+                        "which attention without a window needs; give attention_window, or raise attention_cache"
+                    )
+            longest = 2 * section.training_lengths[1] + 2 if isinstance(section, Copying) else 0
+            if longest > context:
+                raise ValueError(
+                    f"tasks.{task}.training_lengths: a string of {section.training_lengths[1]} letters is a row of {longest} tokens, "
+                    f"more than {where} = {context}"
+                )
 
     def _can_be_drawn(self, key: str, figure: Shown) -> None:
         length, length_key = figure.length, f"{key}.length"
@@ -936,8 +1181,6 @@ def _known_keys(location: tuple[Any, ...]) -> list[str]:
 
 
 def _models_at(annotation: Any, location: tuple[Any, ...]) -> list[Any]:
-    from typing import get_args
-
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         if not location:
             return [annotation]

@@ -32,18 +32,27 @@ from farstate.params import (
     Shown,
     Source,
     StatesFigure,
+    TaskFigure,
     Texts,
     WarmUpsFigure,
     flatten,
 )
 from farstate.runs import BASE, CONTROL, Further, Origin, Run, Series, runs_of
+from farstate.task_plan import TaskStages, published_outside, task_report
 
-PHASE_TARGETS = {"corpus": "corpus", "pretrained": "pretrain", "posttrained": "posttrain", "evaluated": "evaluate"}
-PHASES = ("corpus", "pretrain", "posttrain", "evaluate")
+PHASE_TARGETS = {
+    "corpus": "corpus",
+    "pretrained": "pretrain",
+    "posttrained": "posttrain",
+    "tasks": "tasks",
+    "evaluated": "evaluate",
+}
+PHASES = ("corpus", "pretrain", "posttrain", "tasks", "evaluate")
 KINDS = {
     "pre-trainings": ("pretrain", "import_checkpoint"),
     "post-trainings": ("posttrain",),
-    "measurements": ("perplexity", "remembrance", "states", "shift"),
+    "trainings on a task": ("tune",),
+    "measurements": ("perplexity", "remembrance", "states", "shift", "task"),
 }
 SCRATCH = Path(".farstate")
 SUPERSEDED = Path(".superseded")
@@ -67,7 +76,7 @@ class Page:
     """A figure's page: where it lies and the keys it must show.
 
     Attributes:
-        inputs: by role (comparison, remembrance, states, shift) the results that it shows.
+        inputs: by role (comparison, remembrance, states, shift, task) the results that it shows.
         params: what it prints besides its tables.
     """
 
@@ -131,16 +140,16 @@ class Plan:
 
     # --- construction ------------------------------------------------------------------------------------
 
-    def _add(self, stage: Stage) -> Stage:
+    def add(self, stage: Stage) -> Stage:
         return self.stages.setdefault(stage.directory, stage)
 
     def _build(self) -> None:
         params = self.params
         self.documents = tuple(stage for source in params.corpus.sources for stage in self._documents(source))
-        self.tokenizer = self._add(self._tokenizer())
+        self.tokenizer = self.add(self._tokenizer())
         vocabulary = params.tokenizer.vocabulary_size
         shards = tuple(
-            self._add(
+            self.add(
                 Stage(
                     rule="tokens",
                     phase="corpus",
@@ -153,7 +162,7 @@ class Plan:
             )
             for stage in self.documents
         )
-        self.store = self._add(
+        self.store = self.add(
             Stage(
                 rule="store",
                 phase="corpus",
@@ -165,15 +174,22 @@ class Plan:
             )
         )
         for name, figure in params.figures.given().items():
-            self.pages[name] = self._page(name, figure)
+            if isinstance(figure, TaskFigure):
+                self.pages[name] = self._task_page(name, figure)
+            elif isinstance(figure, Shown):
+                self.pages[name] = self._page(name, figure)
+
+    def _task_page(self, name: str, figure: TaskFigure) -> Page:
+        stages = TaskStages(self, name, figure)
+        return Page(name, {"task": (stages.comparison,)}, task_report(self.params, figure, stages.runs))
 
     def _page(self, name: str, figure: Shown) -> Page:
         """A figure's page, with all that it stands on; figures share what has the same key."""
         runs, series = runs_of(self.params, figure)
         trained: dict[Run, Stage] = {}
         for run in runs:
-            origin = self._origin(run.origin)
-            trained[run] = origin if run.further is None else self._posttrain(run.origin, origin, run.further)
+            origin = self.origin(run.origin)
+            trained[run] = origin if run.further is None else self.posttrained(run.origin, origin, run.further)
         inputs: dict[str, tuple[Stage, ...]] = {}
         if not isinstance(figure, RememberedFigure | StatesFigure | ShiftFigure):
             inputs["comparison"] = (self._compare(name, figure, trained),)
@@ -217,10 +233,10 @@ class Plan:
 
         if source.package is not None:
             archive = self._package(source.package, source.sha256 or "", source.archive)
-            yield self._add(stage(source.name, source.sha256, None, {"archive": (archive,)}))
+            yield self.add(stage(source.name, source.sha256, None, {"archive": (archive,)}))
         elif source.hub is not None:
             outside = outside_of(source)
-            yield self._add(stage(source.name, sources.content(outside, self.lock), None, {}))
+            yield self.add(stage(source.name, sources.content(outside, self.lock), None, {}))
         else:
             outside = outside_of(source)
             registered = self.lock.get(outside.name, {}).get("files", [])
@@ -232,10 +248,10 @@ class Plan:
                 entries = [(source.files or "", sources.UNREGISTERED)]
             for number, (path, content) in enumerate(entries):
                 short = re.sub(r"[^A-Za-z0-9_]+", "_", Path(path).name.split(".")[0]) or "file"
-                yield self._add(stage(f"{source.name}.{number:04d}_{short}", content, path, {}))
+                yield self.add(stage(f"{source.name}.{number:04d}_{short}", content, path, {}))
 
     def _package(self, pin: str, sha256: str, archive: str) -> Stage:
-        return self._add(
+        return self.add(
             Stage(
                 rule="fetch",
                 phase="corpus",
@@ -266,11 +282,11 @@ class Plan:
             numerics=("corpus",),
         )
 
-    def _origin(self, origin: Origin) -> Stage:
+    def origin(self, origin: Origin) -> Stage:
         params, model = self.params, origin.spec
         if model.checkpoint is not None:
             outside = sources.Outside("checkpoint", model.checkpoint)
-            return self._add(
+            return self.add(
                 Stage(
                     rule="import_checkpoint",
                     phase="pretrain",
@@ -285,7 +301,7 @@ class Plan:
                 )
             )
         assert model.shape is not None
-        stage = self._add(
+        stage = self.add(
             Stage(
                 rule="pretrain",
                 phase="pretrain",
@@ -325,8 +341,8 @@ class Plan:
             for number, (snapshots, models) in enumerate(sorted(groups.items()))
         }
 
-    def _posttrain(self, origin: Origin, checkpoint: Stage, further: Further) -> Stage:
-        return self._add(
+    def posttrained(self, origin: Origin, checkpoint: Stage, further: Further) -> Stage:
+        return self.add(
             Stage(
                 rule="posttrain",
                 phase="posttrain",
@@ -357,7 +373,7 @@ class Plan:
         if rule == "shift":
             # The states that its training met are met again: from the record of that training.
             params["training"] = None if run.further is None else checkpoint.params
-        return self._add(
+        return self.add(
             Stage(
                 rule=rule,
                 phase="evaluate",
@@ -383,7 +399,7 @@ class Plan:
             for run, stage in _ordered(trained).items()
         }
         trainings = {run: stage for run, stage in _ordered(trained).items() if run.further is not None}
-        return self._add(
+        return self.add(
             Stage(
                 rule="compare",
                 phase="evaluate",
@@ -431,7 +447,7 @@ class Plan:
 
     def _compare_measured(self, rule: str, name: str, measured: dict[Run, Stage]) -> Stage:
         files = ("states.parquet", "heads.parquet") if rule == "states" else (f"{rule}.parquet",)
-        return self._add(
+        return self.add(
             Stage(
                 rule=f"compare_{rule}",
                 phase="evaluate",
@@ -532,6 +548,9 @@ class Plan:
             for model in self.params.models.values()
             if model.checkpoint is not None
         ]
+        babilong = self.params.tasks.babilong
+        if babilong is not None and babilong.published is not None:
+            found.append(published_outside(babilong.published))
         return list(dict.fromkeys(found))
 
     # --- the file system ---------------------------------------------------------------------------------
@@ -582,8 +601,9 @@ class Plan:
         if phase == "report":
             return self._supersede_pages(root)
         folder = root / "results" / phase
+        folder.mkdir(parents=True, exist_ok=True)  # DVC records it, also where no figure asks for anything of this phase
         moved = []
-        for directory in sorted(folder.iterdir()) if folder.is_dir() else []:
+        for directory in sorted(folder.iterdir()):
             if not directory.is_dir() or f"results/{phase}/{directory.name}" in self.stages:
                 continue
             if not re.search(rf"-[0-9a-f]{{{KEY_LENGTH}}}$", directory.name):

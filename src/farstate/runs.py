@@ -14,6 +14,7 @@ from farstate.grid import snapshot_tokens
 from farstate.params import (
     Arm,
     ArmsFigure,
+    BabilongFigure,
     ContextsFigure,
     CostFigure,
     Model,
@@ -131,7 +132,7 @@ def _arms(params: Params, figure: Any, model: str) -> Found:
     yield Run(origin), []
     for arm in figure.arms:
         if arm != BASE:
-            for further in _further(params, figure, model, arm):
+            for further in further_of(params, figure, model, arm):
                 yield Run(origin, further), []
 
 
@@ -165,7 +166,7 @@ def _sigmas(params: Params, figure: SigmasFigure, model: str) -> Found:
     yield from _arms(params, figure, model)
     origin = origin_of(params, model)
     for sigma in figure.sigmas:
-        runs = [Run(origin, f) for f in _further(params, figure, model, figure.noise, sigma=sigma)]
+        runs = [Run(origin, f) for f in further_of(params, figure, model, figure.noise, sigma=sigma)]
         yield from _varied(runs, model, figure.noise, f"σ = {sigma:g}", sigma, SIGMA_AXIS)
 
 
@@ -183,7 +184,7 @@ def _cost(params: Params, figure: CostFigure, model: str) -> Found:
         ]
         for axis, key, usual, values in grids:
             for value in sorted({*values, usual}) if values else ():
-                runs = [Run(origin, f) for f in _further(params, figure, model, arm, **{key: value})]
+                runs = [Run(origin, f) for f in further_of(params, figure, model, arm, **{key: value})]
                 yield from _varied(runs, model, arm, f"{value:g}", value, axis)
 
 
@@ -231,9 +232,9 @@ def origin_of(
     )
 
 
-def _further(
+def further_of(
     params: Params,
-    figure: ArmsFigure,
+    figure: ArmsFigure | BabilongFigure,
     model: str,
     arm: str,
     *,

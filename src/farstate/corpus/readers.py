@@ -36,12 +36,14 @@ class Batch:
         document: (B,) int64, index into the split's DocumentTable.
         offset: (B,) int64, position of the first token in its document.
         fresh: (B,) bool, True where the row does not continue its window of the step before.
+        weights: (B, T) float32, of the targets in the loss; None: all alike.
     """
 
     tokens: Tensor
     document: Tensor
     offset: Tensor
     fresh: Tensor
+    weights: Tensor | None = None
 
 
 class ShuffledWindows:

@@ -41,13 +41,18 @@ def _common(stage: Stage) -> dict[str, Any]:
         "context": stage.params["context"],
         "labels": stage.params["labels"],
         "output": stage.output,
-        "settings": EvaluationSettings(
-            device=_device(stage.settings.device),
-            threads=stage.threads,
-            rows=stage.settings.evaluation_rows,
-            segment_tokens=stage.settings.evaluation_segment,
-        ),
+        "settings": evaluation_settings(stage),
     }
+
+
+def evaluation_settings(stage: Stage) -> EvaluationSettings:
+    """Where and how this stage computes."""
+    return EvaluationSettings(
+        device=_device(stage.settings.device),
+        threads=stage.threads,
+        rows=stage.settings.evaluation_rows,
+        segment_tokens=stage.settings.evaluation_segment,
+    )
 
 
 def _comparison(stage: Stage) -> dict[str, Any]:

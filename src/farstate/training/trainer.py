@@ -1,4 +1,4 @@
-"""One trainer for pre- and post-training: deterministic on a CPU, safe to kill at any instant.
+"""One trainer for pre-training, post-training and training on a task: deterministic on a CPU, safe to kill at any instant.
 
 While it runs, everything lies in `scratch`: checkpoints, snapshots, the live metrics. The results appear in `output` when
 the training is complete, its manifest last. Numbers of steps count completed optimizer steps, from 1, in all that is written.
@@ -56,6 +56,19 @@ _SNAPSHOTS = "snapshots"
 
 # Writing a checkpoint may take this share of the time.
 _CHECKPOINT_SHARE = 0.05
+
+
+class Batches(Protocol):
+    """Where the sequences come from."""
+
+    def batch(self, step: int) -> Batch: ...
+
+
+class FiniteBatches(Batches, Protocol):
+    """Batches of which there are only so many."""
+
+    @property
+    def steps(self) -> int: ...
 
 
 def pretrain(
@@ -182,8 +195,69 @@ def posttrain(
         return _train(job, output, scratch, settings, manifest or {})
 
 
-class _Batches(Protocol):
-    def batch(self, step: int) -> Batch: ...
+def tune(
+    *,
+    checkpoint: Path | None,
+    config: Config | None,
+    batches: FiniteBatches,
+    vocabulary_size: int,
+    context: int,
+    seed: int,
+    arm: params.Arm,
+    recipe: params.Recipe,
+    output: Path,
+    scratch: Path,
+    settings: RunSettings,
+    key: str,
+    manifest: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train a model on all of `batches`, each sequence from the initial state that `arm` gives.
+
+    Writes what `posttrain` writes.
+
+    Args:
+        checkpoint: the model to train further; None: `config` from random weights.
+        batches: of `recipe.batch_tokens` tokens in rows of `context`; what decides them must be in `key`.
+        vocabulary_size: symbols that its tokens come from.
+        seed: of the arm's draws, and of random weights.
+
+    Returns, Raises, resuming: as for `pretrain`.
+    """
+    rows = _rows(recipe, context)
+    identity = _identity(
+        stage="tune", key=key, context=context, seed=seed, arm=arm.model_dump(mode="json"),
+        steps=batches.steps, recipe=recipe.model_dump(mode="json"),
+    )  # fmt: skip
+    with _only_run("tune", identity, output, scratch, settings) as device:
+        if device is None:
+            return {}
+        origin: Origin = {}
+        if checkpoint is not None:
+            model, origin = load_with_origin(checkpoint, device=device)
+        else:
+            assert config is not None
+            model = LanguageModel(config, torch.Generator().manual_seed(seed), device=device)
+        if vocabulary_size > model.config.vocabulary_size:
+            raise FarstateError(
+                f"{checkpoint}: knows {model.config.vocabulary_size} symbols, the examples use {vocabulary_size}; make them with the "
+                "model's own tokenizer"
+            )
+        run = initial_states.Run(seed, rows, recipe.micro_batches, context, model.zero_state)
+        job = _Job(
+            stage="tune",
+            identity=identity,
+            model=model,
+            batches=batches,
+            intervention=initial_states.build(arm, run),
+            steps=batches.steps,
+            recipe=recipe,
+            snapshots=[],
+            seed=seed,
+            vocabulary_size=vocabulary_size,
+            keeps_ages=True,
+            origin=origin,
+        )
+        return _train(job, output, scratch, settings, manifest or {})
 
 
 @dataclass(frozen=True)
@@ -198,7 +272,7 @@ class _Job:
     stage: str
     identity: str
     model: LanguageModel
-    batches: _Batches
+    batches: Batches
     intervention: initial_states.Intervention
     steps: int
     recipe: params.Recipe
@@ -221,10 +295,15 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Part:
-    """A micro-batch: tokens (B, T + 1) on the model's device, fresh (B,) on the CPU."""
+    """A micro-batch: tokens (B, T + 1) and weights (B, T) or None on the model's device, fresh (B,) on the CPU.
+
+    `share`: of the batch's loss, by the weights.
+    """
 
     tokens: Tensor
     fresh: Tensor
+    weights: Tensor | None = None
+    share: float = 1.0
 
 
 def _train(job: _Job, output: Path, scratch: Path, settings: RunSettings, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -313,10 +392,12 @@ class _Step:
                 given.append(job.intervention.ages())
             with precision_context(recipe.precision, job.device):
                 hidden, final_state = job.model(part.tokens[:, :-1], state)
-                loss = mean_nll(hidden, job.model.head_weight, part.tokens[:, 1:], vocabulary_size=job.vocabulary_size)
-            (loss / recipe.micro_batches).backward()
+                loss = mean_nll(
+                    hidden, job.model.head_weight, part.tokens[:, 1:], part.weights, vocabulary_size=job.vocabulary_size
+                )
+            (loss * part.share).backward()
             job.intervention.observe(final_state, number)
-            total = total + loss.detach() / recipe.micro_batches
+            total = total + loss.detach() * part.share
         norm = clip_gradients(self._parameters, recipe.gradient_clip)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -325,7 +406,7 @@ class _Step:
         if not (abs(mean) < float("inf") and abs(size) < float("inf")):
             raise FarstateError(
                 f"{job.stage}: the loss is {mean} and the gradient's norm {size} in step {step + 1} of {job.steps} (learning rate {rate:.3g}); "
-                f"lower {job.stage}.recipe.peak_learning_rate or gradient_clip, lengthen warmup"
+                f"lower {_recipe_key(job.stage)}.peak_learning_rate or gradient_clip, lengthen warmup"
                 + (", or use precision: float32" if recipe.precision != "float32" else "")
                 + "; no result was written"
             )
@@ -337,7 +418,12 @@ class _Step:
         size = batch.tokens.shape[0] // self._job.recipe.micro_batches
         for first in range(0, batch.tokens.shape[0], size):
             rows = slice(first, first + size)
-            yield _Part(batch.tokens[rows].to(self._job.device, non_blocking=True), batch.fresh[rows])
+            tokens = batch.tokens[rows].to(self._job.device, non_blocking=True)
+            weights, share = None, 1.0 / self._job.recipe.micro_batches
+            if batch.weights is not None:
+                weights = batch.weights[rows].to(self._job.device, non_blocking=True)
+                share = float(batch.weights[rows].double().sum() / batch.weights.double().sum())
+            yield _Part(tokens, batch.fresh[rows], weights, share)
 
 
 # Names of the checkpoint's tensors: model/<parameter>, optimizer/<slot>/<parameter>, intervention/<name>, metrics, ages.
@@ -438,7 +524,7 @@ def _only_run(stage: str, identity: str, output: Path, scratch: Path, settings: 
                 yield device
         except torch.OutOfMemoryError as error:
             raise FarstateError(
-                f"{stage}: the GPU's memory does not hold a micro-batch; raise {stage}.recipe.micro_batches ({str(error).splitlines()[0]})"
+                f"{stage}: the GPU's memory does not hold a micro-batch; raise {_recipe_key(stage)}.micro_batches ({str(error).splitlines()[0]})"
             ) from error
         finally:
             torch.set_num_threads(threads)
@@ -488,6 +574,11 @@ def _stop_requests() -> Iterator[_Stop]:
         yield stop
     finally:
         restore()
+
+
+def _recipe_key(stage: str) -> str:
+    """Where the parameters say how a stage trains."""
+    return "tasks.*.training.recipe" if stage == "tune" else f"{stage}.recipe"
 
 
 def _rows(recipe: params.Recipe, context: int) -> int:

@@ -1,0 +1,68 @@
+# Tasks: data sets of long-context tasks, and models trained on them.
+#
+# Inputs:  the tokenizer and the token store (background text), models of results/pretrain and results/posttrain
+#          (params: tasks, posttrain.arms, figures)
+# Outputs: results/tasks/data.<task>.<set>-<key>/examples.arrow,
+#          results/tasks/model.<model>.<arm>.<task>[.<initial state>].s<seed>-<key>/ with config.json, model.safetensors
+
+
+rule task_data:
+    """Make the examples of a task: prompts of exact length, and their answers."""
+    input:
+        unpack(upstream("results/tasks/data.{run}-{key}")),
+    output:
+        multiext(
+            "results/tasks/data.{run}-{key}/",
+            manifest="manifest.json",
+            examples="examples.arrow",
+        ),
+    log:
+        "logs/tasks/data.{run}-{key}.log",
+    benchmark:
+        "logs/benchmarks/tasks/data.{run}-{key}.tsv"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=240,
+    params:
+        stage=record("results/tasks/data.{run}-{key}"),
+        output=subpath(output.manifest, parent=True),
+    message:
+        "Making the examples of {wildcards.run}"
+    shell:
+        "farstate task-data {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+
+
+rule tune:
+    """Train a model on a task's examples, from one arm's initial states."""
+    input:
+        unpack(upstream("results/tasks/model.{run}-{key}")),
+    output:
+        multiext(
+            "results/tasks/model.{run}-{key}/",
+            manifest="manifest.json",
+            config="config.json",
+            weights="model.safetensors",
+            metrics="metrics.jsonl",
+            ages="ages.parquet",
+        ),
+    log:
+        "logs/tasks/model.{run}-{key}.log",
+    cache: True
+    threads: THREADS.posttrain
+    resources:
+        mem_mb=8000,
+        runtime=720,
+    params:
+        stage=record("results/tasks/model.{run}-{key}"),
+        output=subpath(output.manifest, parent=True),
+    message:
+        "Training on a task: {wildcards.run}"
+    shell:
+        "OMP_NUM_THREADS={threads} farstate tune {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+
+
+rule tasks:
+    """Every data set of a task, and every model trained on one."""
+    input:
+        manifests("tasks"),
