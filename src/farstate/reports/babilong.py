@@ -1,0 +1,254 @@
+"""The page of BABILong: questions about facts that are hidden in text, by the length of the text.
+
+Reads the table of scores of a comparison and draws it; every number on the page is in it, in the parameters or in the paper.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from farstate.reference import paper_points
+from farstate.reports import charts, page, task_charts, task_text, tasks, text
+from farstate.reports.context import Context, read_context
+from farstate.reports.figures import About
+from farstate.reports.page import OUTPUTS
+from farstate.reports.task_charts import SMALL, Panel
+from farstate.reports.tasks import MEAN, Scores
+from farstate.reports.theme import ArmStyle, Spec
+
+SCORES = ("strict", "lenient")
+PROMPTINGS = ("few_shot", "fine_tuned")
+POINTS = {"few_shot": "fig6_babilong_fewshot", "fine_tuned": "fig6_babilong_finetuned"}
+"""By prompting, the digitised figure of the paper."""
+METHODS = {"base": "base", "SP": "state_passing", "TBTT": "tbtt"}
+"""By the digitised values' method, the arm it is."""
+PAPER_MODEL = "mamba2-780m"
+_BY_TASK_ROW = 5
+
+
+def draw(
+    about: About,
+    inputs: Mapping[str, Sequence[Path]],
+    output: Mapping[str, Path],
+    context: dict[str, Any],
+    keys: Mapping[str, Any],
+) -> None:
+    """Draw a comparison as a page, a static figure, its specification and its data.
+
+    Args:
+        about: what the figure asks.
+        inputs: under "task" one directory with `scores.parquet`.
+        output: a path each for html, svg, png, json and parquet, written whole or not at all.
+        context: see `farstate.reports.context.Context`.
+        keys: content keys of the results shown, carried by the page in `<meta name="farstate-keys">`.
+
+    Raises:
+        FarstateError: the table or a column is missing, it holds what the page does not know, `context` is incomplete, or an output is
+            not named.
+    """
+    page.check_outputs(output)
+    card = read_context(context)
+    scores = tasks.read(inputs["task"], card, SCORES)
+    styles = tasks.styles_of(scores, {})
+    names = sorted({key[4] for key in scores.rows} - {MEAN}, key=lambda name: (len(name), name))
+    panels: list[Panel] = []
+    sections: list[dict[str, Any]] = []
+    for model in tasks.models(scores, card):
+        ways = [way for way in PROMPTINGS if scores.arms(model, way)]
+        cases = [_way(scores, card, model, way, names, styles, panels) for way in ways]
+        sections.append(
+            {
+                **{"card": card.models[model], "cases": cases, "broken": tasks.broken(scores, model, styles)},
+                "paper": any(row["kind"] == "paper" for case in cases for panel in case["panels"] for row in panel.rows),
+            }
+        )
+    ranges = task_charts.extents(panels)
+    drawings = [
+        {
+            **{"id": f"task-{number}", "metric": panel.metric, "near": 1},
+            "spec": task_charts.screen_panel(panel, styles, charts.joined(ranges.get(panel.metric, {}), "all")),
+            "curves": charts.columns(panel.rows, tasks.FIELDS),
+        }
+        for number, panel in enumerate(panels)
+    ]
+    ids = {id(panel): drawing["id"] for panel, drawing in zip(panels, drawings, strict=True)}
+    for section in sections:
+        for case in section["cases"]:
+            case["figures"] = [
+                {"id": ids[id(panel)], "title": panel.title, "text": tasks.described(panel, styles), "broken": [], "small": small}
+                for panel in case["panels"]
+                for small in (panel.height == SMALL,)
+            ]
+    title = card.titled(about.title)
+    drawn = scores.table.sort("model", "prompting", "arm", "seed", "task", "score", "against", "length")
+    html = page.render(
+        "babilong.html.j2",
+        title=title,
+        about=about,
+        card=card,
+        keys=json.dumps(dict(keys), sort_keys=True, ensure_ascii=False),
+        legend=styles,
+        styles={style.name: style for style in styles},
+        sections=sections,
+        tasks=_tasks(names),
+        remark=_remark(),
+        has_paper=any(section["paper"] for section in sections),
+        labels=scores.labels,
+        certainty=task_text.certainty(scores.interval, scores.difference_interval, tasks.training_seeds(scores)),
+        comparisons=task_text.comparisons(tasks.differences(scores), scores.confidence),
+        write={"accuracy": task_text.accuracy, "signed": task_text.signed},
+        tables=[(card.models[panel.model].label, tasks.data_table(panel, styles, panel.axis)) for panel in panels if panel.rows],
+        drawings={"charts": drawings, "extents": ranges, "arms": [style.name for style in styles]},
+        siblings={name: output[name].name for name in OUTPUTS if name != "html"},
+        rows=drawn.height,
+    )
+    lines = [
+        f"{text.listing([section['card'].label for section in sections])}. {card.budget}".strip(),
+        f"{_tasks(names).capitalize()}. Bands: {scores.interval}; dotted: chance"
+        + ("; hollow: read off the paper." if any(section["paper"] for section in sections) else "."),
+    ]
+    page.write(
+        output, html, charts.stacked(_sheet(panels, styles, ranges, card), title, lines), drawn, "show fewer models or tasks"
+    )
+
+
+def _way(
+    scores: Scores,
+    card: Context,
+    model: str,
+    way: str,
+    names: Sequence[str],
+    styles: Sequence[ArmStyle],
+    panels: list[Panel],
+) -> dict[str, Any]:
+    """A model asked in one way: its panels, which are added to `panels`, its sentences and the rows of its table."""
+    words = task_text.PROMPTINGS[way]
+    mine = [
+        _panel(scores, card, model, way, MEAN, "strict", f"{words.capitalize()}, strict scorer", styles),
+        *(
+            _panel(scores, card, model, way, MEAN, "strict", f"{words.capitalize()}, strict, minus {called}", styles, other)
+            for other, called in (("base", "the base model"), ("control", "the control"))
+        ),
+        _panel(scores, card, model, way, MEAN, "lenient", f"{words.capitalize()}, lenient scorer", styles),
+        *(_panel(scores, card, model, way, name, "strict", name, styles) for name in names),
+    ]
+    mine = [panel for panel in mine if any(row["kind"] == "mean" for row in panel.rows)]
+    panels += mine
+    case = tasks.case(scores, card, model, way, MEAN, styles)
+    by_task = {name: tasks.case(scores, card, model, way, name, styles) for name in names}
+    return {
+        **{"way": way, "words": words, "panels": mine},
+        "headline": task_text.babilong_headline(case, way, _tasks(names)),
+        "findings": task_text.babilong_findings(case, by_task if len(names) > 1 else {}, has_control="control" in case.arms),
+        "lines": [_line(case, arm) for arm in case.arms],
+        "inside": case.inside("strict")[-1][0] if case.inside("strict") else None,
+        "far": case.beyond("strict")[-1][0] if case.beyond("strict") else None,
+        "trained": case.train_length,
+    }
+
+
+def _line(case: task_text.Case, arm: str) -> dict[str, Any]:
+    """A row of the table: every cell a row of numbers, or None."""
+    inside, far = case.inside("strict")[-1:], case.beyond("strict")[-1:]
+
+    def at(places: Sequence[task_text.Place], score: str, against: str = "") -> text.Row | None:
+        return case.at(arm, score, places[0], against) if places else None
+
+    return {
+        **{"arm": arm, "label": case.arms[arm], "inside": at(inside, "strict"), "inside_lenient": at(inside, "lenient")},
+        **{"far": at(far, "strict"), "far_lenient": at(far, "lenient")},
+        **{"against_base": at(far, "strict", "base"), "against_control": at(far, "strict", "control")},
+    }
+
+
+def _panel(
+    scores: Scores,
+    card: Context,
+    model: str,
+    way: str,
+    task: str,
+    score: str,
+    title: str,
+    styles: Sequence[ArmStyle],
+    against: str = "",
+) -> Panel:
+    rows = tasks.curve_rows(scores, model, way, task, score, styles, against=against, seeds=task == MEAN)
+    lengths = scores.lengths(model, way)
+    paper_model = card.models[model].paper_model
+    if task == MEAN and not against and paper_model is not None:
+        least = min([length for length in lengths if length > 0] or [1])
+        note = "read off the paper's figure; low to high is the reading tolerance"
+        rows += tasks.paper_rows(paper_points(POINTS[way], paper_model), METHODS, styles, least, note)
+    single = task != MEAN
+    return Panel(
+        metric="difference" if against else "single" if single else "accuracy",
+        model=model,
+        title=title,
+        axis=f"{score}, minus {against}" if against else f"accuracy, {score}",
+        unit="prompt, tokens",
+        height=SMALL if single else 300 if score == "strict" and not against else 170,
+        trained=tasks.trained(scores, model, way, "trained on {} tokens"),
+        lengths=sorted({row["length"] for row in rows if row["kind"] != "chance"}) or lengths,
+        rows=rows,
+        difference=bool(against),
+    )
+
+
+def _sheet(panels: Sequence[Panel], styles: Sequence[ArmStyle], ranges: Mapping[str, Any], card: Context) -> list[Spec]:
+    """The static figure: per model its means side by side, then its tasks."""
+    rows: list[Spec] = []
+    for model in dict.fromkeys(panel.model for panel in panels):
+        mine = [panel for panel in panels if panel.model == model]
+        label = card.models[model].label
+        for small in (False, True):
+            columns = [
+                task_charts.static_panel(
+                    panel,
+                    styles,
+                    _heading(panel, label, mine),
+                    charts.joined(ranges.get(panel.metric, {}), "all"),
+                    190 if small else 330,
+                )
+                for panel in mine
+                if (panel.height == SMALL) == small and not panel.difference
+            ]
+            rows += task_charts.side_by_side(columns, _BY_TASK_ROW if small else 2)
+    return rows
+
+
+def _heading(panel: Panel, label: str, mine: Sequence[Panel]) -> str:
+    if panel.height != SMALL:
+        return f"{label}: {panel.title[:1].lower()}{panel.title[1:]}"
+    before = [one for one in mine[: mine.index(panel)] if one.height != SMALL]
+    return f"{panel.title}, {before[-1].title.split(',')[0].lower()}"
+
+
+def _tasks(names: Sequence[str]) -> str:
+    """The tasks of the mean in words."""
+    if len(names) == 1:
+        return names[0]
+    whole = [f"qa{number}" for number in range(1, len(names) + 1)]
+    listed = f"{names[0]} to {names[-1]}" if list(names) == whole else text.listing(names)
+    return f"mean of {listed}"
+
+
+def _remark() -> str:
+    """What the paper found, in its own numbers."""
+    said = []
+    for way, words in (("fine_tuned", "fine-tuned"), ("few_shot", "few-shot")):
+        curves: dict[str, dict[int, float]] = {}
+        for point in paper_points(POINTS[way], PAPER_MODEL):
+            if point.position >= 2048:
+                curves.setdefault(point.method, {})[round(point.position)] = point.value
+        ends = [
+            f"{name} {task_text.paper_range(curves[method])}"
+            for method, name in (("base", "the base model"), ("SP", "state passing"), ("TBTT", "TBTT"))
+        ]
+        said.append(f"{words}: {', '.join(ends)}")
+    return (
+        f"In the paper's Figure 6 (arXiv 2507.02782v2; Mamba-2 780M, trained on 2,048 tokens), mean accuracy falls from, {'; '.join(said)}. "
+        "It shows no interval and no zero-init control, and does not say which of the two public scorers it used."
+    )
