@@ -875,7 +875,8 @@ class Params(Strict):
                 )
             for phase, given in (("pretrain", self.pretrain), ("posttrain", self.posttrain)):
                 other = given.recipe_of(name)
-                trains = spec.shape is not None if phase == "pretrain" else isinstance(figure, BabilongFigure)
+                from_weights = spec.shape is not None and not isinstance(figure, CopyingFigure)
+                trains = from_weights if phase == "pretrain" else isinstance(figure, BabilongFigure)
                 if figure.context is not None and trains and other.batch_tokens % (context * other.micro_batches):
                     raise ValueError(
                         f"{where}: {context} × micro_batches = {context * other.micro_batches} does not divide "
