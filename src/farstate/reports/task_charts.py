@@ -404,7 +404,8 @@ def _map_layers(cells: Map, *, static: bool) -> list[Spec]:
     left = len(inside) > len(cells.lengths) / 2
     return [
         {
-            "mark": {"type": "rect", "stroke": faint, "strokeWidth": 1, "aria": False},
+            # A cell without a value is drawn too, in grey.
+            "mark": {"type": "rect", "stroke": faint, "strokeWidth": 1, "invalid": None, "aria": False},
             "encoding": {
                 "x": x,
                 "y": y,

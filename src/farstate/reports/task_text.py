@@ -132,22 +132,23 @@ def _capital(words: str) -> str:
     return words if words.startswith("TBTT") else words[:1].upper() + words[1:]
 
 
-def _times(number: int, of: int, what: str) -> str:
+def _times(number: int, of: int, what: str, word: str = "at") -> str:
+    """`at all 4 lengths`, `in 3 of 4 cells`, `at none of the 4 lengths`."""
     if number == 0:
-        return f"at none of {of} {what}"
-    return f"at all {of} {what}" if number == of else f"at {number} of {of} {what}"
+        return f"{word} none of the {of} {what}"
+    return f"{word} all {of} {what}" if number == of else f"{word} {number} of {of} {what}"
 
 
-def _verdict(case: Case, arm: str, other: str, score: str, places: Sequence[Place], what: str) -> str:
+def _verdict(case: Case, arm: str, other: str, score: str, places: Sequence[Place], what: str, word: str = "at") -> str:
     """`above it at 3 of 5 lengths`, with what points the other way; an empty string where nothing was compared."""
     found = tally(case, arm, other, score, places)
     if not found.read:
         return ""
     if found.above and found.below:
-        return f"above it {_times(found.above, found.read, what)}, below it at {found.below}"
+        return f"above it {_times(found.above, found.read, what, word)}, below it {word} {found.below}"
     if found.below:
-        return f"below it {_times(found.below, found.read, what)}, above it at none"
-    return f"above it {_times(found.above, found.read, what)}"
+        return f"below it {_times(found.below, found.read, what, word)}, above it {word} none"
+    return f"above it {_times(found.above, found.read, what, word)}"
 
 
 # BABILong --------------------------------------------------------------------------------------------------
@@ -273,7 +274,8 @@ def passkey_headline(case: Case) -> str:
     if plain is None:
         return f"{case.label}: nothing was measured."
     inside, beyond = case.inside("exact"), case.beyond("exact")
-    learnt = bool(inside) and all(above_chance(case.at(plain, "exact", place)) for place in inside)
+    asked = [row for place in inside if (row := case.at(plain, "exact", place)) is not None]
+    learnt = bool(asked) and all(above_chance(row) for row in asked)
     said = f"{case.label}: {case.arms[plain]} tells {_range(case, plain, inside)} of the keys inside the training length"
     if not inside:
         said = f"{case.label}: no length inside the training length was asked"
@@ -285,8 +287,8 @@ def passkey_headline(case: Case) -> str:
     parts = []
     others = [arm for arm in case.arms if arm not in ("base", plain)]
     for arm in others:
-        if words := _verdict(case, arm, plain, "exact", beyond, "of those cells"):
-            parts.append(f"{case.arms[arm]} is {words.replace(' of those', ' of those', 1)}")
+        if words := _verdict(case, arm, plain, "exact", beyond, "cells there", "in"):
+            parts.append(f"{case.arms[arm]} is {words}")
     said += f"; {', and '.join(parts)}." if parts else "."
     if not learnt:
         said += " Where the task is not learnt inside the training length, what lies beyond it says nothing."
@@ -357,8 +359,8 @@ def _reach(case: Case, arm: str) -> int:
     reached = 0
     places = case.places("exact")
     for length in dict.fromkeys(length for length, _ in places):
-        rows = [case.at(arm, "exact", place) for place in places if place[0] == length]
-        if not all(above_chance(row) for row in rows):
+        rows = [row for place in places if place[0] == length and (row := case.at(arm, "exact", place)) is not None]
+        if not rows or not all(above_chance(row) for row in rows):
             break
         reached = length
     return reached
