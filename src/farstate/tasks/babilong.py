@@ -4,8 +4,8 @@
 
 and the answer is ` label.`. Every part is in the model's own tokens. Facts and questions are tokenised one by one, with the space
 before them: tokenizers that cut at spaces, as all byte-level ones do, write the joined text no other way, so that the tokens of an
-inserted part are those of the whole text. What does not hold is that the background text, cut to an exact number of tokens, would be
-tokenised again as it is: its last word may be half of one.
+inserted part are those of the whole text. It does not hold of the background alone: cut to an exact number of tokens, it may end with
+half a word, and where it goes on with another document the two meet without a space.
 """
 
 from __future__ import annotations

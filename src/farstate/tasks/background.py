@@ -23,17 +23,36 @@ if TYPE_CHECKING:
 Tokens = NDArray[np.int64]
 Marks = NDArray[np.bool_]
 
-# The next sentence start is looked for in windows of so many tokens, and in so many windows at most: a text that has none within
-# them (a table, source code) is left for the next document.
+# The next sentence start is looked for in windows of so many tokens, and in so many windows at most; a text that has none within them
+# (tables, source code) is read from its beginning.
 _WINDOW, _WINDOWS = 512, 64
 
 _CLOSES = re.compile(r"""[.!?]["'”’)\]]*\s*\Z""")
 _QUOTES = re.compile(r"""["'”’)\]]+\s*""")
 # What may stand before the capital of a sentence; \ufffd is part of a character of several bytes, most often such a mark.
 _BEFORE_CAPITAL = "\"'“‘([_*\ufffd"
-_ABBREVIATED = re.compile(
-    r"\s*(?:[A-Z]|Mr|Mrs|Ms|Messrs|Dr|St|Prof|Rev|Hon|Capt|Col|Gen|Lieut|Esq|Jr|Sr|No|Vol|vol|ch|cf|ed|viz|etc)"
-)
+# Behind these, and behind a single capital, a full stop ends no sentence.
+_ABBREVIATED = {
+    "Capt",
+    "Col",
+    "Dr",
+    "Esq",
+    "Gen",
+    "Hon",
+    "Jr",
+    "Lieut",
+    "Messrs",
+    "Mr",
+    "Mrs",
+    "Ms",
+    "No",
+    "Prof",
+    "Rev",
+    "Sr",
+    "St",
+}
+_ABBREVIATED |= {"Vol", "cf", "ch", "ed", "etc", "viz", "vol"}
+_LONGEST = 2 + max(map(len, _ABBREVIATED))
 
 
 class Piece(NamedTuple):
@@ -92,21 +111,18 @@ class Background:
         drawn = int(generator.integers(self.tokens))
         document = int(np.searchsorted(self._ends, drawn, side="right"))
         document, start = self._sentence_start(document, drawn - int(self._ends[document] - self._length[document]))
-        tokens, places, taken = [], [], 0
+        parts, taken = [], 0
         while taken < length:
-            some = self._read(document, start, min(int(self._length[document]) - start, length - taken))
-            tokens.append(some)
-            # Where two documents meet a sentence has ended, whatever the tokens say.
-            places.append(np.concatenate(([0], self._sentences.starts(some))) + taken)
-            taken += some.size
+            parts.append(self._read(document, start, min(int(self._length[document]) - start, length - taken)))
+            taken += parts[-1].size
             document, start = (document + 1) % self._length.size, 0
-        return Piece(np.concatenate(tokens), np.concatenate(places))
+        tokens = np.concatenate(parts)
+        return Piece(tokens, np.concatenate(([0], self._sentences.starts(tokens))))
 
     def _sentence_start(self, document: int, offset: int) -> tuple[int, int]:
-        length = int(self._length[document])
+        """The first start of a sentence from there on that has white space before it, in this document or the next ones."""
         for _ in range(_WINDOWS):
-            if offset >= length:
-                break
+            length = int(self._length[document])
             # Two tokens before the window tell whether a sentence ends where it begins, two behind it whether one ends at its last.
             first = max(0, offset - 2)
             starts = self._sentences.starts(self._read(document, first, min(length, offset + _WINDOW + 2) - first)) + first
@@ -114,7 +130,9 @@ class Background:
             if starts.size:
                 return document, int(starts[0])
             offset += _WINDOW
-        return (document + 1) % self._length.size, 0
+            if offset >= length:
+                document, offset = (document + 1) % self._length.size, 0
+        return document, 0
 
     def _read(self, document: int, start: int, count: int) -> Tokens:
         return self._store.read(int(self._shard[document]), int(self._offset[document]) + start, count)
@@ -129,19 +147,18 @@ class _Sentences:
         opens: its first letter is a capital, or it is an opening quotation mark.
         blank: it is white space.
         spaced_before, spaced_after: it begins, ends with white space.
-        stop: it is a full stop; abbreviation: its text is a title or a single capital, of which a full stop makes no sentence.
+        stop: it ends with a full stop.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
-        texts = _texts(tokenizer, max(vocabulary_size, symbols(tokenizer)))
+        texts = self._texts = _texts(tokenizer, max(vocabulary_size, symbols(tokenizer)))
         self.closes = _marks(_CLOSES.search(text) is not None for text in texts)
         self.quotes = _marks(_QUOTES.fullmatch(text) is not None for text in texts)
         self.opens = _marks(_opens(text.strip()) for text in texts)
         self.blank = _marks(text.isspace() for text in texts)
         self.spaced_before = _marks(text[:1].isspace() for text in texts)
         self.spaced_after = _marks(text[-1:].isspace() for text in texts)
-        self.stop = _marks(text.strip() == "." for text in texts)
-        self.abbreviation = _marks(_ABBREVIATED.fullmatch(text) is not None for text in texts)
+        self.stop = _marks(text.rstrip().endswith(".") for text in texts)
 
     def starts(self, tokens: Tokens) -> Tokens:
         """The offsets, from 1 on, where a sentence begins and one has ended before it, white space between them; ascending."""
@@ -149,14 +166,26 @@ class _Sentences:
         if count < 2:
             return np.empty(0, dtype=np.int64)
         closed = self.closes[tokens]
-        closed[1:] &= ~(self.stop[tokens[1:]] & self.abbreviation[tokens[:-1]])
         closed[1:] |= self.quotes[tokens[1:]] & closed[:-1]
         spaced = self.spaced_after[tokens[:-1]] | self.spaced_before[tokens[1:]]
         # The next token that is not white space, or `count` where there is none.
         word = np.where(self.blank[tokens], count, np.arange(count))
         word = np.minimum.accumulate(word[::-1])[::-1]
         opens = np.append(self.opens[tokens], False)[word]
-        return np.flatnonzero(closed[:-1] & spaced & opens[1:]) + 1
+        ends = np.flatnonzero(closed[:-1] & spaced & opens[1:])
+        stops = np.flatnonzero(self.stop[tokens[ends]])
+        wrong = [place for place in stops.tolist() if self._abbreviated(tokens, int(ends[place]))]
+        return np.delete(ends, wrong) + 1
+
+    def _abbreviated(self, tokens: Tokens, stop: int) -> bool:
+        """Whether the word that ends with this full stop, which may be several tokens, is an abbreviation."""
+        word = ""
+        for token in tokens[max(0, stop - _LONGEST) : stop + 1][::-1].tolist():
+            word = self._texts[token] + word
+            if len(word.rstrip()) > _LONGEST or word[:1].isspace():
+                break
+        word = word.strip().lstrip(_BEFORE_CAPITAL).removesuffix(".")
+        return word in _ABBREVIATED or (len(word) == 1 and word.isupper())
 
 
 def _marks(values: Iterable[bool]) -> Marks:
