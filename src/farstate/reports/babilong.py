@@ -53,7 +53,7 @@ def draw(
     card = read_context(context)
     scores = tasks.read(inputs["task"], card, SCORES)
     styles = tasks.styles_of(scores, {})
-    names = sorted({key[4] for key in scores.rows} - {MEAN}, key=lambda name: (len(name), name))
+    names = sorted(set(scores.table["task"]) - {MEAN}, key=lambda name: (len(name), name))
     panels: list[Panel] = []
     sections: list[dict[str, Any]] = []
     for model in tasks.models(scores, card):
@@ -97,6 +97,8 @@ def draw(
         remark=_remark(),
         has_paper=any(section["paper"] for section in sections),
         labels=scores.labels,
+        guesses=_guesses(scores, names),
+        published=card.tasks.get("published"),
         certainty=task_text.certainty(scores.interval, scores.difference_interval, tasks.training_seeds(scores)),
         comparisons=task_text.comparisons(tasks.differences(scores), scores.confidence),
         write={"accuracy": task_text.accuracy, "signed": task_text.signed},
@@ -126,18 +128,20 @@ def _way(
 ) -> dict[str, Any]:
     """A model asked in one way: its panels, which are added to `panels`, its sentences and the rows of its table."""
     words = task_text.PROMPTINGS[way]
+    # One task alone has no mean.
+    whole = MEAN if len(names) > 1 else names[0]
     mine = [
-        _panel(scores, card, model, way, MEAN, "strict", f"{words.capitalize()}, strict scorer", styles),
+        _panel(scores, card, model, way, whole, "strict", f"{words.capitalize()}, strict scorer", styles),
         *(
-            _panel(scores, card, model, way, MEAN, "strict", f"{words.capitalize()}, strict, minus {called}", styles, other)
+            _panel(scores, card, model, way, whole, "strict", f"{words.capitalize()}, strict, minus {called}", styles, other)
             for other, called in (("base", "the base model"), ("control", "the control"))
         ),
-        _panel(scores, card, model, way, MEAN, "lenient", f"{words.capitalize()}, lenient scorer", styles),
-        *(_panel(scores, card, model, way, name, "strict", name, styles) for name in names),
+        _panel(scores, card, model, way, whole, "lenient", f"{words.capitalize()}, lenient scorer", styles),
+        *(_panel(scores, card, model, way, name, "strict", name, styles) for name in names if name != whole),
     ]
     mine = [panel for panel in mine if any(row["kind"] == "mean" for row in panel.rows)]
     panels += mine
-    case = tasks.case(scores, card, model, way, MEAN, styles)
+    case = tasks.case(scores, card, model, way, whole, styles)
     by_task = {name: tasks.case(scores, card, model, way, name, styles) for name in names}
     return {
         **{"way": way, "words": words, "panels": mine},
@@ -175,14 +179,14 @@ def _panel(
     styles: Sequence[ArmStyle],
     against: str = "",
 ) -> Panel:
-    rows = tasks.curve_rows(scores, model, way, task, score, styles, against=against, seeds=task == MEAN)
+    single = title == task
+    rows = tasks.curve_rows(scores, model, way, task, score, styles, against=against, seeds=not single)
     lengths = scores.lengths(model, way)
     paper_model = card.models[model].paper_model
     if task == MEAN and not against and paper_model is not None:
         least = min([length for length in lengths if length > 0] or [1])
         note = "read off the paper's figure; low to high is the reading tolerance"
         rows += tasks.paper_rows(paper_points(POINTS[way], paper_model), METHODS, styles, least, note)
-    single = task != MEAN
     return Panel(
         metric="difference" if against else "single" if single else "accuracy",
         model=model,
@@ -208,9 +212,9 @@ def _sheet(panels: Sequence[Panel], styles: Sequence[ArmStyle], ranges: Mapping[
                 task_charts.static_panel(
                     panel,
                     styles,
-                    _heading(panel, label, mine),
+                    _heading(panel, label if len({panel.model for panel in panels}) > 1 else "", mine),
                     charts.joined(ranges.get(panel.metric, {}), "all"),
-                    190 if small else 330,
+                    190 if small else 480,
                 )
                 for panel in mine
                 if (panel.height == SMALL) == small and not panel.difference
@@ -220,10 +224,25 @@ def _sheet(panels: Sequence[Panel], styles: Sequence[ArmStyle], ranges: Mapping[
 
 
 def _heading(panel: Panel, label: str, mine: Sequence[Panel]) -> str:
+    if panel.height != SMALL and not label:
+        return panel.title
     if panel.height != SMALL:
         return f"{label}: {panel.title[:1].lower()}{panel.title[1:]}"
     before = [one for one in mine[: mine.index(panel)] if one.height != SMALL]
     return f"{panel.title}, {before[-1].title.split(',')[0].lower()}"
+
+
+def _guesses(scores: Scores, names: Sequence[str]) -> str:
+    """What is right without reading, by task."""
+    uniform = {
+        key[4]: row["chance"] for key, row in scores.rows.items() if key[7:9] == ("strict", "") and row["chance"] is not None
+    }
+    return "; ".join(
+        f"{name} {task_text.accuracy(uniform[name])}"
+        + (f" and {task_text.accuracy(scores.frequent[name])}" if name in scores.frequent else "")
+        for name in names
+        if name in uniform
+    )
 
 
 def _tasks(names: Sequence[str]) -> str:

@@ -98,7 +98,6 @@ def draw(
         paper=_paper_lines(),
         packing=_packing(card),
         trained=_trained(card),
-        labels=scores.labels,
         interval=scores.interval,
         certainty=task_text.certainty(scores.interval, scores.difference_interval, tasks.training_seeds(scores)),
         comparisons=task_text.comparisons(tasks.differences(scores), scores.confidence),
@@ -116,7 +115,7 @@ def draw(
 
 
 def _panel(scores: Scores, card: Context, model: str, score: str, styles: Sequence[ArmStyle]) -> Panel:
-    rows = tasks.curve_rows(scores, model, WAY, TASK, score, styles)
+    rows = tasks.curve_rows(scores, model, WAY, TASK, score, styles, guessing=score != "exact")
     lengths = scores.lengths(model, WAY)
     paper_model = card.models[model].paper_model
     if score == "characters" and paper_model is not None:

@@ -124,7 +124,6 @@ def draw(
         keys=json.dumps(dict(keys), sort_keys=True, ensure_ascii=False),
         sections=sections,
         remark=_remark(),
-        labels=scores.labels,
         interval=scores.interval,
         passing="state_passing" in {style.name for style in styles},
         certainty=task_text.certainty(scores.interval, scores.difference_interval, tasks.training_seeds(scores)),
@@ -168,7 +167,7 @@ def _cells(case: task_text.Case, style: ArmStyle, score: str) -> list[Row]:
             {
                 **{"label": style.label, "length": length, "depth": depth},
                 **{name: numbers[name] for name in ("value", "low", "high", "over", "n")},
-                **{"chance": row["chance"], "words": _short(row["value"]) if known else "✕"},
+                **{"chance": row["chance"] if score == "exact" else None, "words": _short(row["value"]) if known else "✕"},
                 "note": f"share of {'keys' if score == 'exact' else 'digits'} told right" if known else "no value: not finite",
             }
         )

@@ -32,12 +32,21 @@ class Case:
         arms: name → label of what was asked, the base model first where it is among them.
         train_length: of its training; what is longer lies beyond it.
         rows: over all seeds, by arm, score, the arm it is compared with ("" for the value itself), length and depth.
+        frequent: the share of the task's most frequent answer, where it is known.
     """
 
     label: str
     arms: Mapping[str, str]
     train_length: int
     rows: Mapping[tuple[str, str, str, int, float | None], Row]
+    frequent: float | None = None
+
+    def above_chance(self, arm: str, score: str, place: Place) -> bool:
+        """Whether a value's interval lies above guessing, and above giving the most frequent answer always."""
+        row = self.at(arm, score, place)
+        if row is None or not finite(row["low"]) or not finite(row["chance"]):
+            return False
+        return bool(row["low"] > max(row["chance"], self.frequent or 0.0))
 
     def at(self, arm: str, score: str, place: Place, against: str = "") -> Row | None:
         return self.rows.get((arm, score, against, *place))
@@ -108,11 +117,6 @@ def sign(row: Row | None) -> int | None:
     return found if over_seeds is None or found == over_seeds else 0
 
 
-def above_chance(row: Row | None) -> bool:
-    """Whether a value's interval lies above guessing."""
-    return row is not None and finite(row["low"]) and finite(row["chance"]) and row["low"] > row["chance"]
-
-
 def tally(case: Case, arm: str, other: str, score: str, places: Iterable[Place]) -> Tally:
     """Differences of `arm` to `other` at `places`, by what their intervals say."""
     signs = [sign(case.at(arm, score, place, other)) for place in places]
@@ -161,34 +165,43 @@ def babilong_headline(case: Case, prompting: str, tasks: str) -> str:
     first = next(iter(case.arms), None)
     if first is None:
         return f"{who}: nothing was measured."
-    name = _label(case, first)
     learnt = True
     said = f"{who}: no length inside the training length was asked"
     if inside:
-        row = case.at(first, "strict", inside[-1])
-        learnt = above_chance(row)
-        chance = f", chance {accuracy(row['chance'])}" if row is not None and finite(row["chance"]) else ""
-        said = f"{who}: {name} answers {estimate(row)} of the questions right {at_length(inside[-1][0])} ({tasks}{chance})"
-        if not learnt:
-            said += ", not above chance for certain"
+        learnt = case.above_chance(first, "strict", inside[-1])
+        guesses = _guesses(case, case.at(first, "strict", inside[-1]))
+        said = (
+            f"{who}: {_label(case, first)} answers {estimate(case.at(first, 'strict', inside[-1]))} of the questions right "
+            f"{at_length(inside[-1][0])} ({tasks}{guesses}){'' if learnt else ', not above chance for certain'}"
+        )
     if not beyond:
         return f"{said}; beyond the training length nothing was asked."
     said += f", and {estimate(case.at(first, 'strict', beyond[-1]))} {at_length(beyond[-1][0])}"
+    others = [arm for arm in case.arms if arm not in (first, "control")]
     parts = []
-    for arm in case.arms:
-        if arm in (first, "control"):
-            continue
-        words = _verdict(case, arm, first, "strict", beyond, "lengths beyond the training length")
-        if words:
-            against = tally(case, arm, "control", "strict", beyond)
-            credited = f", and above the control {_times(against.above, against.read, 'lengths')}" if against.read else ""
-            parts.append(f"{case.arms[arm]} is {words}{credited}")
-    said += f". {_capital('; '.join(parts))}." if parts else "."
+    for arm in others:
+        found, control = (tally(case, arm, other, "strict", beyond) for other in (first, "control"))
+        if found.read:
+            words = f"{case.arms[arm]} is above it at {_of(found.above, found.read)}"
+            words += f" and below at {found.below}" if found.below else ""
+            parts.append(words + (f" (above the control at {_of(control.above, control.read)})" if control.read else ""))
+    number = len(beyond)
+    said += f". Of the {number} length{'s' * (number != 1)} beyond the training length, {', '.join(parts)}." if parts else "."
     if not learnt:
         said += " A model that answers no better than chance inside its training length has nothing to lose beyond it."
-    elif parts and not any(tally(case, arm, first, "strict", beyond).above for arm in case.arms if arm not in (first, "control")):
+    elif parts and not any(tally(case, arm, first, "strict", beyond).above for arm in others):
         said += " That other initial states carry facts farther, as in the paper, does not appear here."
     return said
+
+
+def _of(number: int, of: int) -> str:
+    return "none" if number == 0 else "all" if number == of and of > 1 else f"{number}"
+
+
+def _guesses(case: Case, row: Row | None) -> str:
+    """What is right without reading, in words that go on in brackets."""
+    words = f", chance {accuracy(row['chance'])}" if row is not None and finite(row["chance"]) else ""
+    return words + (f", always the most frequent answer {accuracy(case.frequent)}" if case.frequent is not None else "")
 
 
 def babilong_findings(case: Case, by_task: Mapping[str, Case], *, has_control: bool) -> list[Finding]:
@@ -204,7 +217,7 @@ def babilong_findings(case: Case, by_task: Mapping[str, Case], *, has_control: b
             sentence = f"{_capital(_label(case, arm))} {estimate(case.at(arm, 'strict', beyond[-1]))}"
             for other in ("base", "control"):
                 row = case.at(arm, "strict", beyond[-1], other)
-                if row is not None:
+                if row is not None and arm != "base":
                     sentence += f", {difference(row)} against the {other}"
             sentences.append(f"{sentence}.")
         if not has_control and len(case.arms) > 1:
@@ -221,46 +234,53 @@ def _by_task(case: Case, by_task: Mapping[str, Case]) -> str:
     """Which tasks are answered better than by guessing, by the first arm inside its training length and by all arms at the end."""
     first = next(iter(case.arms))
     sentences = []
-    for where, places in (("inside", case.inside("strict")), ("far", case.beyond("strict"))):
-        if not places:
-            continue
-        place = places[-1]
-        for arm in [first] if where == "inside" else case.arms:
-            rows = {task: one.at(arm, "strict", place) for task, one in by_task.items()}
-            known = {task: row for task, row in rows.items() if row is not None and finite(row["value"])}
-            above = [f"{task} {accuracy(row['value'])}" for task, row in known.items() if above_chance(row)]
-            rest = [task for task, row in known.items() if not above_chance(row)]
-            words = listing(above) if above else "no task"
-            sentences.append(
-                f"{_capital(_label(case, arm))} {at_length(place[0])}: above chance for certain {words}"
-                + (f"; not {', '.join(rest)}" if above and rest else "")
-                + "."
-            )
+    for place in case.inside("strict")[-1:]:
+        known = {task: row for task, one in by_task.items() if (row := one.at(first, "strict", place)) is not None}
+        above = [task for task in known if by_task[task].above_chance(first, "strict", place)]
+        words = listing([f"{task} {accuracy(known[task]['value'])}" for task in above]) or "no task"
+        rest = [task for task in known if task not in above]
+        sentences.append(
+            f"Above chance for certain {at_length(place[0])}, {_label(case, first)}: {words}"
+            + (f"; not {', '.join(rest)}." if above and rest else ".")
+        )
+    for place in case.beyond("strict")[-1:]:
+        parts, none = [], []
+        for arm in case.arms:
+            above = [task for task, one in by_task.items() if one.above_chance(arm, "strict", place)]
+            if above:
+                parts.append(f"{_label(case, arm)} in {', '.join(above)}")
+            else:
+                none.append(_label(case, arm))
+        if none:
+            parts.append(f"{listing(none)} in none")
+        sentences.append(f"{_capital(at_length(place[0]))}: {'; '.join(parts)}.")
     return " ".join(sentences)
 
 
 def _scorers(case: Case) -> str:
+    """The lenient scorer's values, and whether it says the same of the differences."""
     sentences = []
     for place in [*case.inside("lenient")[-1:], *case.beyond("lenient")[-1:]]:
-        values = []
-        for arm in case.arms:
-            strict, lenient = (case.at(arm, score, place) for score in ("strict", "lenient"))
-            if strict is not None and lenient is not None:
-                values.append(f"{_label(case, arm)} {accuracy(strict['value'])} and {accuracy(lenient['value'])}")
+        values = [
+            f"{_label(case, arm)} {accuracy(row['value'])}"
+            for arm in case.arms
+            if (row := case.at(arm, "lenient", place)) is not None
+        ]
         if values:
-            sentences.append(f"{_capital(at_length(place[0]))}, strict and lenient: {listing(values)}.")
-    signs = {
-        (arm, place): [sign(case.at(arm, score, place, "base")) for score in ("strict", "lenient")]
+            sentences.append(f"By the lenient one, {at_length(place[0])}: {listing(values)}.")
+    signs = [
+        (sign(strict), sign(lenient))
         for arm in case.arms
         for place in case.beyond("strict")
-        if case.at(arm, "strict", place, "base") is not None and case.at(arm, "lenient", place, "base") is not None
-    }
+        if (strict := case.at(arm, "strict", place, "base")) is not None
+        and (lenient := case.at(arm, "lenient", place, "base")) is not None
+    ]
     if signs:
-        other = sum(one != two for one, two in signs.values())
+        other = sum(one != two for one, two in signs)
         sentences.append(
-            "Beyond the training length they say the same of every difference to the base."
+            "Beyond the training length both say the same of every difference to the base."
             if not other
-            else f"Of {count(len(signs))} differences to the base beyond the training length they say another direction, or certainty, of {count(other)}."
+            else f"Of {count(len(signs))} differences to the base beyond the training length they judge {count(other)} differently."
         )
     return " ".join(sentences)
 
@@ -274,8 +294,8 @@ def passkey_headline(case: Case) -> str:
     if plain is None:
         return f"{case.label}: nothing was measured."
     inside, beyond = case.inside("exact"), case.beyond("exact")
-    asked = [row for place in inside if (row := case.at(plain, "exact", place)) is not None]
-    learnt = bool(asked) and all(above_chance(row) for row in asked)
+    asked = [place for place in inside if case.at(plain, "exact", place) is not None]
+    learnt = bool(asked) and all(case.above_chance(plain, "exact", place) for place in asked)
     said = f"{case.label}: {case.arms[plain]} tells {_range(case, plain, inside)} of the keys inside the training length"
     if not inside:
         said = f"{case.label}: no length inside the training length was asked"
@@ -307,7 +327,7 @@ def passkey_findings(case: Case) -> list[Finding]:
             for words, places in (("inside the training length", inside), ("beyond it", beyond))
             if places
         ]
-        certain = [place for place in (*inside, *beyond) if above_chance(case.at("base", "exact", place))]
+        certain = [place for place in (*inside, *beyond) if case.above_chance("base", "exact", place)]
         found.append(
             Finding(
                 "Without training on the task.",
@@ -339,9 +359,9 @@ def passkey_findings(case: Case) -> list[Finding]:
         if case.beyond("characters")
     ]
     if digits:
-        row = next(row for key, row in case.rows.items() if key[1] == "characters" and key[2] == "")
-        chance = f" (chance {accuracy(row['chance'])})" if finite(row["chance"]) else ""
-        found.append(Finding("Single digits beyond it.", f"Right{chance}: {'; '.join(digits)}."))
+        found.append(
+            Finding("Single digits beyond it.", f"Right, where a guess is right about once in ten: {'; '.join(digits)}.")
+        )
     return found
 
 
@@ -359,8 +379,8 @@ def _reach(case: Case, arm: str) -> int:
     reached = 0
     places = case.places("exact")
     for length in dict.fromkeys(length for length, _ in places):
-        rows = [row for place in places if place[0] == length and (row := case.at(arm, "exact", place)) is not None]
-        if not rows or not all(above_chance(row) for row in rows):
+        asked = [place for place in places if place[0] == length and case.at(arm, "exact", place) is not None]
+        if not asked or not all(case.above_chance(arm, "exact", place) for place in asked):
             break
         reached = length
     return reached
@@ -375,11 +395,12 @@ def copying_headline(case: Case) -> str:
     if plain is None:
         return f"{case.label}: nothing was measured."
     inside, beyond = case.inside("characters"), case.beyond("characters")
-    said = f"{case.label}"
+    said, learnt = case.label, False
     if inside:
         row = case.at(plain, "characters", inside[-1])
+        learnt = case.above_chance(plain, "characters", inside[-1])
         said += f": of strings of {inside[-1][0]:,} letters, trained to {case.train_length:,}, {case.arms[plain]} copies {estimate(row)} of the letters right"
-        if not above_chance(row):
+        if not learnt:
             said += ", not above chance for certain"
     if not beyond:
         return f"{said}; no longer ones were asked."
@@ -401,7 +422,9 @@ def copying_headline(case: Case) -> str:
         )
     said += f"; {'; '.join(parts)}."
     gains = [tally(case, arm, plain, "characters", beyond).above for arm in others]
-    if inside and above_chance(case.at(plain, "characters", inside[-1])) and not any(gains):
+    if inside and not learnt:
+        said += " Where copying is not learnt inside the trained lengths, what lies beyond them says nothing."
+    elif learnt and not any(gains):
         said += " That passed states let longer strings be copied, as in the paper, does not appear here, at any length."
     return said
 

@@ -39,16 +39,18 @@ class Scores:
 
     Attributes:
         interval, difference_interval: in words what low and high are.
-        labels: on the answers' labels, in sentences; empty where nothing is said.
-        broken: where logits were not finite.
+        labels: how the tokenizer writes the answers' labels, in words; empty where nothing is said.
+        broken: of what was asked, the examples whose logits were not finite.
+        frequent: by task, the share of the most frequent answer, where it is known.
     """
 
     table: polars.DataFrame
     interval: str
     difference_interval: str
     confidence: float
-    labels: Sequence[str]
+    labels: str
     broken: Sequence[Mapping[str, Any]]
+    frequent: Mapping[str, float]
     rows: Mapping[tuple[Any, ...], text.Row] = field(repr=False)
 
     def at(
@@ -108,14 +110,17 @@ def read(directories: Sequence[Path], card: Context, scores: Sequence[str]) -> S
             f"{path}: {row['score']} = {row['value']:g} of {row['model']}, {row['arm']} at length {row['length']:,}: an accuracy is "
             "between 0 and 1, a difference of two between −1 and 1; run the comparison again"
         )
-    labels = manifest.get("labels") or []
+    majority = {task: level["majority"] for task, level in manifest["chance"].items() if level["majority"] is not None}
+    if majority and set(majority) >= (several := set(table["task"]) - {MEAN}):
+        majority[MEAN] = sum(majority[task] for task in several) / len(several)
     return Scores(
         table,
         manifest["interval"],
         manifest["difference_interval"],
         manifest["confidence"],
-        [labels] if isinstance(labels, str) else list(labels),
-        manifest.get("broken", []),
+        manifest["labels"],
+        manifest["broken"],
+        majority,
         {tuple(row[key] for key in _KEY): _numbers(row) for row in table.iter_rows(named=True)},
     )
 
@@ -146,8 +151,12 @@ def curve_rows(
     *,
     against: str = "",
     seeds: bool = True,
+    guessing: bool = True,
 ) -> list[Row]:
-    """Rows of `farstate.reports.task_charts.Panel`: the means over seeds, each seed where there are several, and chance."""
+    """Rows of `farstate.reports.task_charts.Panel`: the means over seeds, each seed where there are several, and chance.
+
+    `guessing`: whether the table's chance, one for each task, is that of this score.
+    """
     lengths = scores.lengths(model, prompting)
     least = min([length for length in lengths if length > 0] or [1])
     rows: list[Row] = []
@@ -168,7 +177,7 @@ def curve_rows(
                         "note": f"minus {against}, on the same examples" if against else "accuracy",
                     }
                 )
-                if not against and text.finite(row["chance"]):
+                if guessing and not against and text.finite(row["chance"]):
                     chances.setdefault(length, row["chance"])
     for length in sorted(chances):
         rows.append(
@@ -268,7 +277,7 @@ def broken(scores: Scores, model: str, styles: Sequence[ArmStyle]) -> list[str]:
             key = each["arm"], task_text.PROMPTINGS.get(str(each.get("prompting", "")), "")
             counts[key] = counts.get(key, 0) + int(each["examples"])
     return [
-        f"{labels[arm]}{f', {way}' if way else ''}: logits that are not finite in {text.count(number)} example{'s' * (number != 1)}"
+        f"{labels[arm]}{f', {way}' if way else ''}: logits that are not finite in {text.count(number)} example{'s' * (number != 1)}, where the answer ends"
         for (arm, way), number in counts.items()
     ]
 
@@ -286,6 +295,7 @@ def case(scores: Scores, card: Context, model: str, prompting: str, task: str, s
         arms={style.name: style.label for style in sorted(wanted, key=lambda style: style.name != "base")},
         train_length=max((row["train_length"] for row in rows.values()), default=card.models[model].context),
         rows=rows,
+        frequent=scores.frequent.get(task),
     )
 
 
