@@ -882,6 +882,9 @@ class Params(Strict):
                         f"{where}: {context} × micro_batches = {context * other.micro_batches} does not divide "
                         f"{_origin_of(phase, given, name, 'recipe.batch_tokens')} = {other.batch_tokens}"
                     )
+            stretch = self.posttrain.stretch_tokens
+            if isinstance(figure, BabilongFigure) and stretch is not None and stretch < context:
+                raise ValueError(f"posttrain.stretch_tokens: {stretch} is below {where} = {context}")
             rows = recipe.batch_tokens // context
             if section.training.packing == "one_per_row" and section.training.examples < rows:
                 raise ValueError(

@@ -61,7 +61,7 @@ def measure(
         task: babilong, passkey or copying.
         labels: model, arm, prompting and seed, written into every row.
         train_length: of a training row in tokens (copying: of a string in letters), for the page.
-        max_new_tokens: longest answer; None: as long as the longest right one.
+        max_new_tokens: longest answer; None: as long as the longest right one of its cell.
 
     Raises:
         FarstateError: no such checkpoint or data set, or examples with more symbols than the model knows.
@@ -86,7 +86,7 @@ def measure(
                 model,
                 [example.prompt for example in chunk],
                 [example.answer for example in chunk],
-                max_new_tokens=max_new_tokens or told["longest_answer"],
+                max_new_tokens=max_new_tokens or max(example.answer.size for example in chunk),
                 stop=frozenset([told["end"]]),
                 vocabulary_size=told["vocabulary_size"],
                 segment_tokens=settings.segment_tokens,
@@ -132,11 +132,12 @@ def measure(
 
 
 def _chunks(examples: Examples) -> Iterator[list[Example]]:
-    """Consecutive examples whose prompts fit in memory together."""
+    """Consecutive examples of one cell whose prompts fit in memory together."""
     chunk: list[Example] = []
     held = 0
     for example in examples:
-        if chunk and held + example.prompt.size > _TOKENS_AT_ONCE:
+        other = chunk and (example.task, example.length) != (chunk[0].task, chunk[0].length)
+        if other or (chunk and held + example.prompt.size > _TOKENS_AT_ONCE):
             yield chunk
             chunk, held = [], 0
         chunk.append(example)

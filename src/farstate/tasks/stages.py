@@ -154,6 +154,8 @@ class _Making:
 
         published = PublishedBabilong.model_validate(as_written({**self._given["published"], "lengths": ["0k"]}))
         entry = sources.check(published_outside(published), verify=self._stage.verify)
+        if published.files is not None:
+            published = published.model_copy(update={"files": str(sources.inputs_root() / published.files)})
         assert isinstance(self._generator, Babilong)
         for cell in self._given["cells"]:
             yield from self._generator.published(
