@@ -86,10 +86,10 @@ def strict(generated: str, label: str, labels: Iterable[str]) -> bool:
     The first sentence ends at the first full stop, or with the text. Labels are looked for as whole words, in any case; one may be
     named repeatedly. A list of labels (qa8) is compared as a set: the sentence names all of its labels and no other one.
 
-    BABILong's own scorer (`compare_answers` of its `metrics.py`) also takes the first sentence of the lower-cased text and demands
-    one label. It differs in three ways. It finds labels inside words, so that "none" counts as "one" as well and "nothing" as "no"; it
-    first drops labels which the question names, so that an answer that repeats the question is not wrong for that; and it cuts at markers
-    of chat prompts (`<context>`, `<example>`), which no prompt of ours has. On an answer of one word all agree, except "none".
+    BABILong's own scorer (`compare_answers` in its `metrics.py`) also takes the first sentence of the lower-cased text and demands
+    one label. It differs in four ways. It finds labels inside words: "not" counts as "no", and "none" as "one" too, so that "none" is
+    never right there. It first drops labels that the question names, so that an answer which repeats the question is not wrong for that. It
+    cuts at marks of chat prompts (`<context>`, `<example>`), which no prompt of ours has. And it has no labels for qa8.
 
     Args:
         generated: the text after the prompt, at least its first sentence.
