@@ -15,9 +15,11 @@ import numpy as np
 import polars as pl
 import pytest
 
+from conftest import REPOSITORY
 from farstate.errors import FarstateError
 from farstate.files import write_manifest
-from farstate.params import Compare
+from farstate.params import Compare, load
+from farstate.plan import Plan
 from farstate.reference import paper_points
 from farstate.reports import babilong, copying, passkey, task_charts, task_text
 from farstate.reports.context import Context
@@ -543,7 +545,14 @@ def test_the_page_prints_what_differs_from_the_paper() -> None:
     model = {"of": "small", "architecture": "mamba2", "context": 64, "shape": {"width": 64}, "training_tokens": None}
     model |= {"pretrain": None, "posttrain": None, "steps": None}
     report = {
-        **{"order": ["small"], "models": {"small": model}, "paper_models": {}, "paper_values": True, "scale": "demo", "note": ""},
+        **{
+            "order": ["small.context-22"],
+            "models": {"small.context-22": model},
+            "paper_models": {"small": "x"},
+            "paper_values": True,
+            "scale": "demo",
+            "note": "",
+        },
         **{"figure": {"models": ["small"], "arms": ["control"], "seeds": None}, "series": [], "seeds": [0, 1, 2]},
         "arms": {"passing": {"initial_state": "state_passing", "reset_probability": 0.05, "previous": "batch"}},
     }
@@ -565,14 +574,43 @@ def test_the_page_prints_what_differs_from_the_paper() -> None:
         "tasks.copying.training.examples": "1000000",
     }
     assert {name for name, row in rows.items() if row.assumed} == {
-        *("models.small", "arms.passing.previous", "tasks.copying.alphabet", "tasks.copying.examples", "optimizer"),
+        *("models.small.context-22", "arms.passing.previous", "tasks.copying.alphabet", "tasks.copying.examples", "optimizer"),
         *("tasks.copying.training.packing", "tasks.copying.training.rest_weight"),
         *("tasks.copying.training.recipe.batch_tokens", "tasks.copying.training.recipe.peak_learning_rate"),
     }
     assert "tasks.copying.jobs" not in rows
     assert card.tasks == copied
+    assert card.models["small.context-22"].paper_model == "x", "its name without the length of its rows"
     assert card.budget == "64,000 examples of the task, each read once"
     assert card.provenance["seeds of the training on the task"] == [0, 1, 2]
+
+
+def test_the_papers_configuration_differs_in_nothing() -> None:
+    """Of the tasks: what the plan hands to the pages is read by them, and is the paper's or assumed."""
+    pages = Plan(load(REPOSITORY / "config" / "paper.yaml"), {}).pages
+    for figure in ROWS:
+        report = pages[figure].params
+        card = Context.model_validate(_context(FIGURES[figure], report, {"task": [{"key": "k", "models": {}}]}))
+        assert {row.name: row.differs for row in card.parameters if row.differs and row.name.startswith("tasks")} == {}
+        assert figure == "table1" or all(model.paper_model for model in card.models.values())
+        assert card.tasks["training"]["examples"] > 0
+        section = report["tasks"][FIGURES[figure].family]
+        fewer = {**section, "lengths": section["lengths"][:1], "training": {**section["training"], "examples": 12_800}}
+        about = _context(FIGURES[figure], report | {"tasks": {FIGURES[figure].family: fewer}}, {"task": [{"key": "k"}]})
+        differs = {
+            row["name"]: row["differs"] for row in about["parameters"] if row.get("differs") and row["name"].startswith("tasks")
+        }
+        assert (
+            differs
+            == {
+                "fig6": {"tasks.babilong.lengths": "0 and 1024 to 262144"},
+                "fig7": {
+                    "tasks.passkey.lengths": "2048 to 262144",
+                    "tasks.passkey.training.examples": "1000 steps, these are 50",
+                },
+                "table1": {"tasks.copying.lengths": "300", "tasks.copying.training.examples": "1000000"},
+            }[figure]
+        )
 
 
 # --- drawing -----------------------------------------------------------------------------------------------
@@ -582,10 +620,11 @@ def test_the_page_prints_what_differs_from_the_paper() -> None:
 def test_the_specifications_are_valid_and_drawn(
     figure: str, pages: dict[str, dict[str, Path]], paper: dict[str, dict[str, Path]]
 ) -> None:
+    # Validating takes a second: once a kind of chart, with the paper's points.
+    altair.LayerChart.from_dict(page_data(paper[figure]["html"].read_text(encoding="utf-8"))["charts"][0]["spec"])
     for output in (pages[figure], paper[figure]):
         page = output["html"].read_text(encoding="utf-8")
         charts = page_data(page)["charts"]
-        altair.LayerChart.from_dict(charts[0]["spec"])
         assert len({chart["id"] for chart in charts}) == len(charts)
         assert all(f'id="{chart["id"]}"' in page for chart in charts)
         assert len(page.encode()) <= MAXIMUM_BYTES
@@ -610,14 +649,7 @@ def test_zero_stands_left_of_the_shortest_length() -> None:
 @needs_chromium
 @pytest.mark.parametrize(
     ("figure", "which", "width", "dark"),
-    [
-        ("fig6", "pages", 1400, False),
-        ("fig6", "paper", 420, True),
-        ("fig7", "paper", 1400, True),
-        ("fig7", "pages", 420, False),
-        ("table1", "pages", 420, True),
-        ("table1", "paper", 1400, False),
-    ],
+    [("fig6", "paper", 420, True), ("fig7", "paper", 1400, False), ("table1", "pages", 420, False)],
 )
 def test_the_page_fits(figure: str, which: str, width: int, dark: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     page = request.getfixturevalue(which)[figure]["html"]
@@ -626,6 +658,10 @@ def test_the_page_fits(figure: str, which: str, width: int, dark: bool, tmp_path
         "out.marks = [...document.querySelectorAll('.chart')].map((c) => c.querySelectorAll('.mark-symbol path, .mark-rect path').length);"
         "const buttons = [...document.querySelectorAll('[data-arm]')];"
         "const drawn = () => document.querySelectorAll('#' + document.querySelector('.chart').id + ' .mark-symbol path').length;"
+        "const cell = document.querySelector('.mark-rect path'); if (cell) {"
+        "const box = cell.getBoundingClientRect(); for (const kind of ['pointerover', 'pointermove', 'mousemove'])"
+        "cell.dispatchEvent(new PointerEvent(kind, { clientX: box.x + box.width / 2, clientY: box.y + box.height / 2, bubbles: true }));"
+        "await wait(200); out.hover = document.querySelector('#vg-tooltip-element').textContent; }"
         "out.before = drawn(); if (buttons.length) { buttons[1].click(); await wait(200); } out.after = drawn();"
     )
     found, console = visit(page, tmp_path, probe, width, dark=dark)
@@ -636,5 +672,8 @@ def test_the_page_fits(figure: str, which: str, width: int, dark: bool, tmp_path
     assert found["clipped"] == []
     assert found["overlaps"] == []
     assert all(0.85 < share <= 1.01 for share in found["widths"].values()), found["widths"]
-    if figure != "fig7":
+    if figure == "fig7":
+        for told in ("value0.001", "low to high0 to 0.01", "examples50", "chance0.0011"):
+            assert told in found["hover"], found["hover"]
+    else:
         assert 0 < found["after"] < found["before"]

@@ -25,7 +25,7 @@ _PARTS = ("pretrain", "posttrain", "evaluate", "remembrance", "states", "shift",
 """Parts of the parameters a page prints, where it has them."""
 _TASK_ASSUMED = {
     "babilong": {"examples", "facts", "shots", "mixture", "max_new_tokens", "split_labels", "training_lengths", "training"},
-    "passkey": {"examples", "filler", "training"},
+    "passkey": {"examples", "filler", "instruction", "training"},
     "copying": {"examples", "alphabet", "training"},
 }
 """By task, what no text of the paper gives; `training` is the part of the parameters, but for what stands below."""
@@ -48,6 +48,7 @@ _PAPER_TASKS: dict[str, dict[str, tuple[Any, str]]] = {
     },
 }
 """By task and key what the paper has, and how it is said."""
+_PAPER_PASSKEY_STEPS = 1000
 _ELSEWHERE = ("figure.models", "figure.arms")
 """What a page shows at length elsewhere."""
 
@@ -97,7 +98,7 @@ def _context(about: About, report: dict[str, Any], manifests: Mapping[str, Seque
             "training_tokens": label["training_tokens"],
             "context": label["context"],
             "architecture": label["architecture"],
-            "paper_model": report["paper_models"].get(name) if report["paper_values"] else None,
+            "paper_model": _paper_model(about, report, name) if report["paper_values"] else None,
         }
     trained_here = any(model["shape"] for model in report["models"].values())
     keys = {
@@ -137,6 +138,12 @@ def _training_seeds(about: About, report: dict[str, Any]) -> dict[str, Any]:
     if report.get("posttrain"):
         return {"post-training seeds": list(report["posttrain"]["seeds"])}
     return {"seeds of the training on the task": list(report["seeds"])} if _task(about, report) else {}
+
+
+def _paper_model(about: About, report: dict[str, Any], name: str) -> str | None:
+    """The paper's name of a model. A task may have it trained on rows of another length, which is part of its name here."""
+    names: dict[str, str] = report["paper_models"]
+    return names.get(name) or (names.get(report["models"][name]["of"]) if _task(about, report) else None)
 
 
 def _task(about: About, report: dict[str, Any]) -> dict[str, Any]:
@@ -204,7 +211,7 @@ def _printed(about: About, report: dict[str, Any]) -> list[dict[str, Any]]:
         if report.get(part) and (part != "pretrain" or trained_here)
         for key, value in flatten(report[part], part).items()
         if value != {} and key != f"tasks.{about.family}.jobs" and not key.endswith(".initial_state") and key not in hidden
-        if value is not None or part != "figure"
+        if value is not None or part not in ("figure", "tasks")
     ]
     for key, value, model_name in [*given, *_changes(report)]:
         path = key.split(".")
@@ -279,8 +286,7 @@ def _differs(about: About, report: dict[str, Any], key: str, value: Any, model: 
     names = list(report["models"]) if model is None else [model]
     path = key.split(".")
     if path[0] == "tasks":
-        paper, said = _PAPER_TASKS[path[1]].get(".".join(path[2:]), (None, ""))
-        return said if paper is not None and value != paper else ""
+        return _task_differs(report, path[1], ".".join(path[2:]), value)
     if path[0] == "posttrain" and path[-1] == "steps":
         wanted = [about.steps.get(report["models"][name]["architecture"], about.steps[""]) for name in names]
         if model is None:
@@ -300,6 +306,22 @@ def _differs(about: About, report: dict[str, Any], key: str, value: Any, model: 
             if not math.isclose(value, _PAPER_RATE * own["pretrain"]["peak_learning_rate"]):
                 return "a tenth of the pre-training rate"
     return ""
+
+
+def _task_differs(report: dict[str, Any], task: str, key: str, value: Any) -> str:
+    """What the paper has instead of a task's parameter, or nothing; more lengths than its own are no difference."""
+    training = report["tasks"][task]["training"]
+    if (task, key) == ("passkey", "training.examples") and training["packing"] == "one_per_row":
+        steps = {value * model["context"] // training["recipe"]["batch_tokens"] for model in report["models"].values()}
+        return (
+            ""
+            if steps == {_PAPER_PASSKEY_STEPS}
+            else f"{_PAPER_PASSKEY_STEPS} steps, these are {', '.join(map(str, sorted(steps)))}"
+        )
+    paper, said = _PAPER_TASKS[task].get(key, (None, ""))
+    if key in ("tasks", "lengths", "depths"):
+        return "" if set(paper) <= set(value) else said
+    return said if paper is not None and value != paper else ""
 
 
 def _short(count: int) -> str:
