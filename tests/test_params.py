@@ -50,7 +50,7 @@ def test_the_configurations_write_every_leaf_down(name: str) -> None:
     """DVC compares what is written: a default that is not written could change without being seen."""
     written = flatten(read_yaml(REPOSITORY / name))
     params = load(REPOSITORY / name)
-    for group in ("posttrain", "evaluate", *MEASURES, "compare", "figures", "report", "store"):
+    for group in ("posttrain", "evaluate", *MEASURES, "tasks", "compare", "figures", "report", "store"):
         resolved = flatten(getattr(params, group).model_dump(mode="json"), group)
         # What single models change is written where it is changed; a figure left out is not drawn.
         resolved = {key: value for key, value in resolved.items() if ".by_model" not in key}

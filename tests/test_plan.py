@@ -47,7 +47,7 @@ def phases_that_differ(one: Plan, other: Plan) -> set[str]:
 
 
 LATER = {
-    "corpus": set(PHASES),
+    "corpus": set(PHASES) - {"tasks"},  # no figure here shows a task (tests/test_task_plan.py has some that do)
     "pretrain": {"pretrain", "posttrain", "evaluate"},
     "posttrain": {"posttrain", "evaluate"},
     "evaluate": {"evaluate"},
@@ -130,7 +130,7 @@ SKIPPED = {
 def leaves() -> list[str]:
     found = flatten(read_yaml(REPOSITORY / "config/test.yaml"))
     # What no figure here measures moves nothing (tests/test_runs.py has figures that do).
-    found = {key: value for key, value in found.items() if key.split(".")[0] not in MEASURES}
+    found = {key: value for key, value in found.items() if key.split(".")[0] not in (*MEASURES, "tasks")}
     return [key for key in found if key not in SKIPPED and not key.endswith("initial_state")]
 
 
@@ -219,8 +219,10 @@ def test_every_group_of_parameters_is_named_by_its_dvc_stage() -> None:
         for group in content["params"]:
             named.setdefault(group, set()).add(stage)
     expected = {group: {stage} for group, stage in GROUPS.items()}
+    # Models are trained on a task from random weights, or from the arms' initial states, without pre- or post-training them.
+    expected |= {"models": {"pretrain", "tasks"}, "posttrain": {"posttrain", "tasks"}, "tasks": {"tasks", "evaluate"}}
     # Which models are trained is decided by the figures that show them.
-    assert named == expected | {"figures": {"pretrain", "posttrain", "evaluate"}}
+    assert named == expected | {"figures": {"pretrain", "posttrain", "tasks", "evaluate"}}
 
 
 def test_a_new_arm_adds_runs_and_moves_none(data: dict[str, Any], lock: dict[str, Any]) -> None:
@@ -243,7 +245,7 @@ def test_numerics_versions_move_the_stages_that_use_them(
     data: dict[str, Any], lock: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = plan_of(data, lock)
-    expected = {"evaluation": {"evaluate"}, "training": LATER["pretrain"], "ops": LATER["pretrain"], "corpus": set(PHASES)}
+    expected = {"evaluation": {"evaluate"}, "training": LATER["pretrain"], "ops": LATER["pretrain"], "corpus": LATER["corpus"]}
     for module, phases in expected.items():
         with monkeypatch.context() as patch:
             patch.setitem(keys.NUMERICS, module, 99)
@@ -260,7 +262,7 @@ def test_content_of_outside_inputs_enters_the_key(data: dict[str, Any], lock: di
     before = plan_of(data, lock)
     other = copy.deepcopy(lock)
     other["files:tests/data/corpus.jsonl"]["files"][0]["sha256"] = "0" * 64
-    assert phases_that_differ(before, plan_of(data, other)) == set(PHASES)
+    assert phases_that_differ(before, plan_of(data, other)) == LATER["corpus"]
     unregistered = plan_of(data, {})
     assert unregistered.documents[0].params["content"] == "unregistered"
 

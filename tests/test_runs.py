@@ -103,6 +103,7 @@ def test_all_figures_together_train_only_what_they_do_not_share(data: dict[str, 
     assert trained == sorted(
         [
             *("tiny.s0", "tiny.context-8.s0"),
+            *("tiny.context-256.s0", "tiny.context-256.state_passing.s0"),  # of Figures 6 and 7
             *("tiny.tokens-10000.s0", "tiny.tokens-10000.s1"),
             *("tiny.warmup-0.25.tokens-10000.s0", "tiny.warmup-0.25.tokens-10000.s1"),
             *(f"tiny.{arm}.s0" for arm in ("control", "random_noise", "fitted_noise", "state_passing", "tbtt")),

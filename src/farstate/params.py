@@ -517,7 +517,7 @@ class Babilong(Task):
     @model_validator(mode="after")
     def _ordered(self) -> Babilong:
         if self.facts[0] > self.facts[1]:
-            raise ValueError(f"facts: the fewest, {self.facts[0]}, are more than the most, {self.facts[1]}")
+            raise ValueError(f"the fewest facts, {self.facts[0]}, are more than the most, {self.facts[1]}")
         return self
 
 
@@ -537,7 +537,7 @@ class Passkey(Task):
     @model_validator(mode="after")
     def _ordered(self) -> Passkey:
         if self.keys[0] >= self.keys[1]:
-            raise ValueError(f"keys: the lowest, {self.keys[0]}, is not below the highest, {self.keys[1]}")
+            raise ValueError(f"the lowest of keys, {self.keys[0]}, is not below the highest, {self.keys[1]}")
         return self
 
 
@@ -552,10 +552,10 @@ class Copying(Task):
     def _ordered(self) -> Copying:
         if self.training_lengths[0] > self.training_lengths[1]:
             raise ValueError(
-                f"training_lengths: the shortest, {self.training_lengths[0]}, is above the longest, {self.training_lengths[1]}"
+                f"the shortest of training_lengths, {self.training_lengths[0]}, is above the longest, {self.training_lengths[1]}"
             )
         if len(set(self.alphabet)) != len(self.alphabet) or set(self.alphabet) & set("$|."):
-            raise ValueError(f"alphabet: '{self.alphabet}' has a letter twice, or one of $ | . that frame the strings")
+            raise ValueError(f"the alphabet '{self.alphabet}' has a letter twice, or one of $ | . that frame the strings")
         return self
 
 

@@ -143,6 +143,7 @@ class _Making:
             facts=tuple(given["generator"]["facts"]),
             shots=given["generator"]["shots"],
             split_labels=given["generator"]["split_labels"],
+            tasks=tuple(dict.fromkeys(cell["task"] for cell in given.get("cells", ()))),
             context=given.get("context"),
             mixture=given.get("mixture"),
             training_lengths=given.get("training_lengths", "full"),
