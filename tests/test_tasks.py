@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import golden
 from farstate import params
 from farstate.corpus.tokenizer import load_tokenizer
 from farstate.errors import FarstateError
@@ -25,8 +26,10 @@ from farstate.models.registry import config_from_json
 from farstate.runs import BASE, CONTROL
 from farstate.task_plan import ANSWERS, EXAMPLES, SCORES
 from farstate.tasks import compare as comparing
+from farstate.tasks.babi.world import story
 from farstate.tasks.copying import Copying, Vocabulary
 from farstate.tasks.examples import Cell, Example, Examples, draws, write_examples
+from farstate.tasks.labels import TASKS
 from farstate.tasks.measure import measure
 from farstate.tasks.passkey import FILLER, INSTRUCTION, KEY, QUESTION, Passkey
 from farstate.tasks.rows import TaskRows
@@ -479,3 +482,41 @@ def test_missing_and_strange_answers_are_refused(tmp_path: Path) -> None:
     write_json(other / "manifest.json", {**read_manifest(base), "files": {}})
     with pytest.raises(FarstateError, match="damaged"):
         compared([base, other], [("m", BASE, "fine_tuned"), ("m", "sp", "fine_tuned")], tmp_path / "out")
+
+
+# --- numerics --------------------------------------------------------------------------------------------
+
+
+def test_golden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked and how it is scored: numpy's draws are part of it, so that a release that moves them is seen."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_alone = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    strings = Copying("abcdef", seed=1, split="train", training_lengths=(2, 8))
+    hidden = passkey(bytes_alone, context=320).training(5)
+    stories = [story(task, draws(0, "test", task, number), (2, 8)) for task in TASKS for number in range(3)]
+    told = "\n".join(f"{' '.join(one.facts)} {one.question} {one.answer} {one.supporting}" for one in stories)
+    write_examples((strings.training(number) for number in range(20)), tmp_path / EXAMPLES)
+    batch = TaskRows(Examples(tmp_path / EXAMPLES), 30, 3, 2, "packed", 0.25).batch(0)
+    assert batch.weights is not None
+    generator = np.random.default_rng(0)
+    folders = [
+        evaluation(tmp_path, arm, (generator.random((1, 30)) < p).astype(float)) for arm, p in ((BASE, 0.2), (CONTROL, 0.7))
+    ]
+    scores = compared(folders, [("m", BASE, "fine_tuned"), ("m", CONTROL, "fine_tuned")], tmp_path / "out")
+    scores = scores.sort("arm", "score", "against").select("value", "low", "high")
+    values = {
+        "copying": torch.from_numpy(strings.training(3).prompt).double(),
+        "passkey": torch.from_numpy(np.concatenate((hidden.prompt, hidden.answer, hidden.facts))).double(),
+        "babi": torch.tensor(list(told.encode()), dtype=torch.float64),
+        "rows": batch.tokens.double(),
+        "weights": batch.weights.double(),
+        "scores": torch.from_numpy(scores.to_numpy()),
+    }
+    golden.check("tasks", values)
+    monkeypatch.delenv("FARSTATE_UPDATE_GOLDEN", raising=False)
+    with pytest.raises(AssertionError, match=r"raise NUMERICS\['tasks'\]"):
+        golden.check("tasks", values | {"scores": values["scores"] * (1.0 + 1e-6)})
