@@ -20,7 +20,8 @@ from farstate.reports.tasks import MEAN, Scores
 from farstate.reports.theme import ArmStyle, Spec
 
 SCORES = ("strict", "lenient")
-PROMPTINGS = ("few_shot", "fine_tuned")
+PROMPTINGS = {"few_shot": "Few-shot", "fine_tuned": "Fine-tuned"}
+"""What panels are called by prompting, in their order."""
 POINTS = {"few_shot": "fig6_babilong_fewshot", "fine_tuned": "fig6_babilong_finetuned"}
 """By prompting, the digitised figure of the paper."""
 METHODS = {"base": "base", "SP": "state_passing", "TBTT": "tbtt"}
@@ -127,16 +128,16 @@ def _way(
     panels: list[Panel],
 ) -> dict[str, Any]:
     """A model asked in one way: its panels, which are added to `panels`, its sentences and the rows of its table."""
-    words = task_text.PROMPTINGS[way]
+    words, short = task_text.PROMPTINGS[way], PROMPTINGS[way]
     # One task alone has no mean.
     whole = MEAN if len(names) > 1 else names[0]
     mine = [
-        _panel(scores, card, model, way, whole, "strict", f"{words.capitalize()}, strict scorer", styles),
+        _panel(scores, card, model, way, whole, "strict", f"{short}, strict scorer", styles),
         *(
-            _panel(scores, card, model, way, whole, "strict", f"{words.capitalize()}, strict, minus {called}", styles, other)
-            for other, called in (("base", "the base model"), ("control", "the control"))
+            _panel(scores, card, model, way, whole, "strict", f"{short}, strict, minus {other}", styles, other)
+            for other in ("base", "control")
         ),
-        _panel(scores, card, model, way, whole, "lenient", f"{words.capitalize()}, lenient scorer", styles),
+        _panel(scores, card, model, way, whole, "lenient", f"{short}, lenient scorer", styles),
         *(_panel(scores, card, model, way, name, "strict", name, styles) for name in names if name != whole),
     ]
     mine = [panel for panel in mine if any(row["kind"] == "mean" for row in panel.rows)]
@@ -256,18 +257,17 @@ def _tasks(names: Sequence[str]) -> str:
 
 def _remark() -> str:
     """What the paper found, in its own numbers."""
+    first, last = 2048, 262144
     said = []
     for way, words in (("fine_tuned", "fine-tuned"), ("few_shot", "few-shot")):
-        curves: dict[str, dict[int, float]] = {}
-        for point in paper_points(POINTS[way], PAPER_MODEL):
-            if point.position >= 2048:
-                curves.setdefault(point.method, {})[round(point.position)] = point.value
+        values = {(point.method, round(point.position)): point.value for point in paper_points(POINTS[way], PAPER_MODEL)}
         ends = [
-            f"{name} {task_text.paper_range(curves[method])}"
+            f"{name} from {task_text.accuracy(values[method, first])} to {task_text.accuracy(values[method, last])}"
             for method, name in (("base", "the base model"), ("SP", "state passing"), ("TBTT", "TBTT"))
         ]
-        said.append(f"{words}: {', '.join(ends)}")
+        said.append(f"{words}, {text.listing(ends)}")
     return (
-        f"In the paper's Figure 6 (arXiv 2507.02782v2; Mamba-2 780M, trained on 2,048 tokens), mean accuracy falls from, {'; '.join(said)}. "
+        f"The paper's Figure 6 (arXiv 2507.02782v2; Mamba-2 780M, trained on 2,048 tokens): mean accuracy falls between {first:,} and "
+        f"{last:,} tokens, {'; '.join(said)}. "
         "It shows no interval and no zero-init control, and does not say which of the two public scorers it used."
     )

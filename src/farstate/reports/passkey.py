@@ -262,11 +262,10 @@ def _remark() -> str:
             points = [point for point in paper_points(POINTS, model) if point.method == method]
             failed = [round(point.position) for point in points if point.value < 0.5]
             last = max(round(point.position) for point in points)
-            parts.append(
-                f"{words} below one half first at {min(failed):,}" if failed else f"{words} nowhere below one half to {last:,}"
-            )
+            parts.append(f"{words} {min(failed):,}" if failed else f"{words} nowhere to {last:,}")
         said.append(f"Mamba-2 {name}: {', '.join(parts)}")
     return (
-        f"In the paper's Figure 7 (arXiv 2507.02782v2; trained on 2,048 tokens, depths 0.1, 0.5 and 0.9), {'; '.join(said)} tokens. "
+        "The paper's Figure 7 (arXiv 2507.02782v2; trained on 2,048 tokens, depths 0.1, 0.5 and 0.9), by the length at which a cell is "
+        f"first below one half. {'. '.join(said)}. "
         "It gives no interval and no number of examples."
     )

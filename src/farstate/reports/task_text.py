@@ -485,9 +485,3 @@ def comparisons(number: int, confidence: float) -> str:
         f"Many comparisons: {count(number)} differences are read here, each with an interval of its own and corrected for nothing; at "
         f"{100 * confidence:g} % each, up to {missed} of them are expected to miss. A few that point one way, among many that do not, may be luck."
     )
-
-
-def paper_range(values: Mapping[int, float], unit: str = "tokens") -> str:
-    """The ends of one of the paper's curves: `0.39 at 2,048 tokens to 0.088 at 262,144`."""
-    first, last = min(values), max(values)
-    return f"{accuracy(values[first])} at {first:,} {unit} to {accuracy(values[last])} at {last:,}"
