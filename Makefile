@@ -48,6 +48,7 @@ bench: env
 	python benchmarks/state_moments.py
 	python benchmarks/tokenisation.py
 	python benchmarks/long_evaluation.py
+	python benchmarks/generation.py
 	python benchmarks/dry_run.py
 
 graph: env

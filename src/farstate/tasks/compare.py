@@ -161,6 +161,8 @@ def _rows(
     kinds: set[str],
 ) -> Iterator[dict[str, Any]]:
     whole = score in WHOLE
+    # The chance in the data is that of a whole key, and that of a single letter of a string.
+    guessed = (score == "characters") != ("passkey" in chance) if score in ("exact", "characters") else True
     estimates: dict[tuple[Subject, Cell], _Estimate] = {}
     drawn: dict[int, Resamples] = {}
 
@@ -186,7 +188,7 @@ def _rows(
         return _Estimate(value, max(0.0, float(low)), min(1.0, float(high)))
 
     for (subject, cell), one in scored.items():
-        common = _common(subject, cell, score, chance.get(cell[0]), one)
+        common = _common(subject, cell, score, chance.get(cell[0]) if guessed else None, one)
         estimates[subject, cell] = estimate(one.examples)
         by_seed = [float(values.mean()) for values in one.seeds.values()]
         yield {**common, "seed": None, "against": "", **_shown(estimates[subject, cell]), **_over_seeds(by_seed, compare)}
