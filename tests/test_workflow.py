@@ -373,15 +373,16 @@ def test_every_architecture_reaches_its_page(finished_clone: Path, tmp_path: Pat
 
 
 def test_every_figure_of_the_diagnostics_is_drawn(finished_clone: Path, tmp_path: Path) -> None:
-    """All measures, snapshots and variants of one model, sharing what they can with the figure that is there."""
+    """All measures, snapshots, variants and tasks of one model, sharing what they can with the figure that is there."""
     clone = shutil.copytree(finished_clone, tmp_path / "clone", symlinks=True)
     wanted = ("--configfile", "config/test.yaml", "config/test_figures.yaml")
     jobs = planned(clone, *wanted)
-    assert (sum(jobs[rule] for rule in jobs if rule.startswith("pretrain")), jobs["posttrain"]) == (5, 5)
+    assert (sum(jobs[rule] for rule in jobs if rule.startswith("pretrain")), jobs["posttrain"]) == (6, 6)
     assert (jobs["remembrance"], jobs["states"], jobs["shift"]) == (2, 2, 2), "shared by Figures 4 and 9"
+    assert (jobs["tune"], jobs["task"]) == (6, 4 + 3 * 4 + 2), "passkey one job a cell"
     run(clone, "snakemake", *wanted, timeout=900)
     assert planned(clone, *wanted) == {}
     assert planned(clone) == {}, "Figure 5 is untouched"
-    for name in ("fig1", "fig2", "fig3", "fig4", "fig9", "fig11", "fig12", "fig13", "shift", "cost"):
+    for name in ("fig1", "fig2", "fig3", "fig4", "fig6", "fig7", "fig9", "fig11", "fig12", "fig13", "table1", "shift", "cost"):
         for kind in ("html", "svg", "png", "json", "parquet"):
             assert (clone / f"reports/{name}.{kind}").stat().st_size > 0

@@ -771,9 +771,14 @@ class Params(Strict):
             raise ValueError(
                 f"store.dtype: uint16 holds at most 65536 symbols, tokenizer.vocabulary_size is {self.tokenizer.vocabulary_size}; use auto"
             )
+        shown = self.figures.given().values()
+        on_text = {name for figure in shown if not isinstance(figure, CopyingFigure) for name in figure.models}
+        on_copying = {name for figure in shown if isinstance(figure, CopyingFigure) for name in figure.models}
         for name, spec in self.models.items():
             if name.startswith("checkpoint."):
                 raise ValueError(f"models.{name}: names that begin with 'checkpoint.' are taken by imported checkpoints")
+            if name in on_copying - on_text:
+                continue  # never pre- or post-trained
             stretch = self.posttrain.stretch_tokens
             if stretch is not None and stretch < spec.context:
                 raise ValueError(f"posttrain.stretch_tokens: {stretch} is below models.{name}.context = {spec.context}")
