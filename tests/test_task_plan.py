@@ -167,7 +167,11 @@ REFUSED = {
         {"hub": "x/y", "files": None, "lengths": ["4096"]},
         "tasks.babilong.published.lengths[0]: '4096' is",
     ),
-    "alphabet": ("tasks.copying.alphabet", "abc.", "tasks.copying: the alphabet 'abc.' has a letter twice, or one of $ | . that frame the strings"),
+    "alphabet": (
+        "tasks.copying.alphabet",
+        "abc.",
+        "tasks.copying: the alphabet 'abc.' has a letter twice, or one of $ | . that frame the strings",
+    ),
     "strings and rows": (
         "tasks.copying.training_lengths",
         [2, 9],

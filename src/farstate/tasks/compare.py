@@ -147,7 +147,10 @@ def _scored(answers: pl.DataFrame, score: str) -> dict[tuple[Subject, Cell], _Sc
             seeds[seed] = own.sort("example")[score].to_numpy().astype(np.float64)
         model, arm, prompting, task, length, depth = key
         found[(str(model), str(arm), str(prompting)), (str(task), int(length), depth)] = _Scored(
-            np.mean(list(seeds.values()), axis=0), seeds, float(np.mean(table["tokens"].to_numpy())), int(table["train_length"][0])
+            np.mean(list(seeds.values()), axis=0),
+            seeds,
+            float(np.mean(table["tokens"].to_numpy())),
+            int(table["train_length"][0]),
         )
     return found
 
