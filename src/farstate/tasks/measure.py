@@ -90,7 +90,7 @@ def measure(
                 stop=frozenset([told["end"]]),
                 vocabulary_size=told["vocabulary_size"],
                 segment_tokens=settings.segment_tokens,
-                rows=settings.rows,
+                rows=_rows(chunk, settings),
                 device=torch.device(settings.device),
                 precision=precision,
                 progress=_later(progress, done, total),
@@ -144,6 +144,11 @@ def _chunks(examples: Examples) -> Iterator[list[Example]]:
         held += example.prompt.size
     if chunk:
         yield chunk
+
+
+def _rows(chunk: list[Example], settings: EvaluationSettings) -> int:
+    """Prompts side by side: as many more as they are shorter than a segment, so that a pass reads about as many tokens."""
+    return settings.rows * max(1, settings.segment_tokens // max(example.prompt.size for example in chunk))
 
 
 def _later(progress: Progress | None, done: int, total: int) -> Progress | None:
