@@ -144,6 +144,17 @@ def test_published_sets_enter_the_key_by_content_and_must_be_registered(data: di
     assert other.params["content"] == {"revision": "abc"}
     assert other.key != sets.key
     local = {"hub": None, "files": "data/babilong", "lengths": ["0k"]}
+    swapped = [{"files": [{"path": f"data/babilong/qa1/{name}.json", "sha256": sha} for name, sha in pairs]}
+               for pairs in ((("0k", "aa"), ("1k", "bb")), (("1k", "aa"), ("2k", "bb")))]  # fmt: skip
+    keys = {
+        stage.key
+        for entry in swapped
+        for stage in Plan(validate(put(data, "tasks.babilong.published", local), "test"), {"files:data/babilong/**": entry}).of(
+            rule="task_data"
+        )
+        if stage.name == "data.babilong.0-shot.test"
+    }
+    assert len(keys) == 2, "a file that was renamed is another set"
     assert plan_of(put(data, "tasks.babilong.published", local)).outside()[-1].name == "files:data/babilong/**"
 
 
@@ -152,6 +163,13 @@ REFUSED = {
         "tasks.passkey.depths",
         [0.1, 1.5],
         "tasks.passkey.depths[1]: 1.5 is out of range; input should be less than or equal to 1",
+    ),
+    "keys beyond all": ("tasks.passkey.keys", [0, 10**30], "tasks.passkey.keys[1]: "),
+    "lengths beyond all": ("tasks.babilong.lengths", [10**12], "tasks.babilong.lengths[0]: 1000000000000 is out of range"),
+    "a set under two names": (
+        "tasks.babilong.published",
+        {"hub": "x/y", "files": None, "lengths": ["1M", "1024k"]},
+        "tasks.babilong.published: '1048576' is named twice",
     ),
     "keys": ("tasks.passkey.keys", [99, 10], "tasks.passkey: the lowest of keys, 99, is not below the highest, 10"),
     "facts": ("tasks.babilong.facts", [5, 3], "tasks.babilong: the fewest facts, 5, are more than the most, 3"),
@@ -170,7 +188,7 @@ REFUSED = {
     "alphabet": (
         "tasks.copying.alphabet",
         "abc.",
-        "tasks.copying: the alphabet 'abc.' has a letter twice, or one of $ | . that frame the strings",
+        "tasks.copying: the alphabet 'abc.' has a letter twice, or what is neither letter nor digit",
     ),
     "strings and rows": (
         "tasks.copying.training_lengths",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from farstate.runs import BASE, CONTROL
 from farstate.task_plan import ANSWERS, EXAMPLES, SCORES
 from farstate.tasks import compare as comparing
 from farstate.tasks.babi.world import story
-from farstate.tasks.copying import Copying, Vocabulary
+from farstate.tasks.copying import PADDING, Copying, Vocabulary
 from farstate.tasks.examples import Cell, Example, Examples, draws, write_examples
 from farstate.tasks.labels import TASKS
 from farstate.tasks.measure import measure
@@ -138,7 +139,7 @@ def test_a_tokenizer_that_cannot_spell_a_number_is_refused() -> None:
 
     words = Tokenizer(models.WordLevel({"[UNK]": 0, ".": 1, "the": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    with pytest.raises(FarstateError, match=r"tasks\.passkey\.keys: the tokenizer cannot spell 100"):
+    with pytest.raises(FarstateError, match=r"tasks\.passkey: the tokenizer cannot spell '100'"):
         passkey(words)
 
 
@@ -228,6 +229,7 @@ def test_every_example_is_read_once_and_only_its_answer_counts(tmp_path: Path, p
         assert batch.fresh.all()
         for tokens, weights in zip(batch.tokens.numpy(), batch.weights.numpy(), strict=True):
             text = vocabulary.decode(tokens)
+            text = text.replace(PADDING, "")
             told += text.split(".")[:-1]
             # The targets with weight are the answers with their ends, one behind another, and nothing else.
             counted = vocabulary.decode(tokens[1:][weights > 0])
@@ -247,7 +249,7 @@ def test_the_rest_of_an_example_has_its_own_weight(tmp_path: Path) -> None:
     vocabulary = Vocabulary("abcdef")
     for tokens, weights in zip(batch.tokens.numpy(), batch.weights.numpy(), strict=True):
         for token, weight in zip(tokens[1:], weights, strict=True):
-            if vocabulary.symbols[token] in ("$", ""):
+            if vocabulary.symbols[token] in ("$", PADDING):
                 assert weight == 0.0
             elif weight != 1.0:
                 assert weight == 0.25
@@ -290,10 +292,31 @@ def test_scores_of_an_answer() -> None:
     assert scored("copying", "abca", "abba.", "xbca.") == {"exact": 0.0, "characters": 0.75, "characters_forced": 0.75}
     assert scored("copying", "ab", "ab.", "ab.")["exact"] == 1.0
     assert scored("babilong", "garden", " garden.") == {"strict": 1.0, "lenient": 1.0}
-    assert scored("babilong", "garden", " kitchen or garden.") == {"strict": 0.0, "lenient": 1.0}
+    assert scored("babilong", "hall", " no. The hall.") == {"strict": 0.0, "lenient": 1.0}, (
+        "lenient reads on after the first sentence"
+    )
+    assert scored("babilong", "hall", " I do not know. The hall.") == {"strict": 0.0, "lenient": 0.0}, (
+        "but no more than 16 tokens"
+    )
 
 
 # --- measuring -------------------------------------------------------------------------------------------
+
+
+def test_answers_longer_than_allowed_are_refused(tmp_path: Path) -> None:
+    maker = Copying("abcd", seed=0, split="test")
+    facts = write_examples([maker.example(Cell("copying", 30), 0)], tmp_path / EXAMPLES)
+    write_manifest(tmp_path, {**facts, "vocabulary_size": 8, "end": 7, "end_text": ".", "chance": {}, "spelled": {}}, [EXAMPLES])
+    config = config_from_json(
+        {"architecture": "mamba2", "width": 16, "layers": 1, "state_size": 8, "head_size": 8, "vocabulary_size": 8}
+    )
+    save_model(LanguageModel(config), tmp_path / "model")
+    with pytest.raises(FarstateError, match=r"tasks\.babilong\.max_new_tokens: 16 are fewer than the 31 that the longest"):
+        measure(
+            checkpoint=tmp_path / "model", data=tmp_path, decode=maker.vocabulary.decode, task="babilong", labels={}, train_length=5,
+            max_new_tokens=16, precision="float32", output=tmp_path / "out", settings=EvaluationSettings(),
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
 
 
 def test_answers_of_a_model(tmp_path: Path) -> None:
@@ -331,7 +354,7 @@ def test_answers_of_a_model(tmp_path: Path) -> None:
         assert row["nll"] == pytest.approx(float(nll), rel=1e-5)
         right = logits.argmax(1)[:-1] == whole[0, example.prompt.size : -1]
         assert row["characters_forced"] == pytest.approx(float(right.float().mean()))
-        assert row["generated_tokens"] <= facts["longest_answer"]
+        assert row["generated_tokens"] <= row["length"] + 2
 
 
 # --- comparison ------------------------------------------------------------------------------------------
@@ -349,17 +372,42 @@ def test_wilson_against_published_values(successes: int, count: int, low: float,
     assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((found.low, found.high), abs=1e-12)
 
 
-def test_the_interval_of_a_difference_covers() -> None:
-    """Newcombe's own example (his Table II, 56/70 against 48/80, method 10): 0.2, from 0.0524 to 0.3339."""
-    found = comparing.mover_difference(comparing.wilson(56 / 70, 70, 0.95), comparing.wilson(48 / 80, 80, 0.95))
-    assert (found.value, found.low, found.high) == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)
+def test_the_interval_of_a_difference() -> None:
+    """Independent: Newcombe 1998 (Statistics in Medicine 17, 873), 56 of 70 against 48 of 80, method 10. Paired: φ from the table of counts."""
+    independent = comparing.paired_difference(comparing.wilson(56 / 70, 70, 0.95), comparing.wilson(48 / 80, 80, 0.95), 0.0)
+    assert (independent.value, independent.low, independent.high) == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)
+    for both, first_alone, second_alone, neither in ((36, 12, 2, 0), (30, 5, 3, 12), (20, 0, 0, 20), (50, 0, 0, 0)):
+        n = both + first_alone + second_alone + neither
+        first = np.repeat([1.0, 1.0, 0.0, 0.0], [both, first_alone, second_alone, neither])
+        second = np.repeat([1.0, 0.0, 1.0, 0.0], [both, first_alone, second_alone, neither])
+        product = math.prod((both + first_alone, second_alone + neither, both + second_alone, first_alone + neither))
+        apart = both * neither - first_alone * second_alone
+        apart = max(apart - n / 2, 0) if apart > 0 else apart
+        phi = apart / math.sqrt(product) if product else 0.0
+        assert comparing.correlation(first, second) == pytest.approx(phi)
+        ends = [comparing.wilson(float(arm.mean()), n, 0.95) for arm in (first, second)]
+        paired, alone = (comparing.paired_difference(*ends, known) for known in (phi, 0.0))
+        assert paired.value == pytest.approx((first_alone - second_alone) / n)
+        assert paired.low < paired.value < paired.high
+        assert (paired.high - paired.low < alone.high - alone.low) == (phi > 0)
+
+
+def test_intervals_cover() -> None:
     generator = np.random.default_rng(0)
-    covered = 0
+    means, differences = 0, 0
     for _ in range(1000):
         parts = [comparing.wilson(generator.binomial(30, p) / 30, 30, 0.95) for p in (0.02, 0.5, 0.97)]
         mean = comparing.mover_mean(parts)
-        covered += mean.low <= (0.02 + 0.5 + 0.97) / 3 <= mean.high
-    assert 930 <= covered <= 985, covered
+        means += mean.low <= (0.02 + 0.5 + 0.97) / 3 <= mean.high
+        # Two arms that err on the same examples: of a common part, each keeps its own share.
+        hard = generator.random(50)
+        first, second = (((hard < p) ^ (generator.random(50) < 0.05)).astype(float) for p in (0.8, 0.6))
+        expected = (0.8 - 0.6) * 0.9
+        ends = [comparing.wilson(float(arm.mean()), 50, 0.95) for arm in (first, second)]
+        found = comparing.paired_difference(*ends, comparing.correlation(first, second))
+        differences += found.low <= expected <= found.high
+    assert 930 <= means <= 985, means
+    assert 930 <= differences <= 990, differences
 
 
 def evaluation(
@@ -451,6 +499,8 @@ def test_the_order_of_the_evaluations_changes_nothing(tmp_path: Path) -> None:
     assert len(seeds) == 3
     assert mean["value"] == pytest.approx(seeds.mean())
     assert mean["seeds_low"] < mean["value"] < mean["seeds_high"], "three seeds have an interval of their own"
+    apart = first.filter(score="exact", against=BASE, arm=CONTROL).row(0, named=True)
+    assert apart["seeds_low"] < apart["value"] < apart["seeds_high"]
     assert mean["n"] == 40
     assert mean["n_seeds"] == 3
 
@@ -465,6 +515,38 @@ def test_the_mean_over_tasks(tmp_path: Path) -> None:
     assert mean["low"] < 0.5 < mean["high"]
     assert mean["n"] == 30
     assert table.filter(task="qa1", score="strict").row(0, named=True)["low"] < 1.0, "ten right answers are no certainty"
+
+
+def test_the_mean_over_tasks_has_the_differences_of_its_parts(tmp_path: Path) -> None:
+    generator = np.random.default_rng(4)
+    folders = [
+        evaluation(tmp_path, arm, (generator.random((3, 40)) < p).astype(float), seed=seed, task="babilong")
+        for arm, p in ((BASE, 0.3), (CONTROL, 0.6))
+        for seed in (0, 1, 2)
+    ]
+    table = compared(folders, [("m", BASE, "fine_tuned"), ("m", CONTROL, "fine_tuned")], tmp_path / "out", "babilong")
+    apart = table.filter(against=BASE, score="strict")
+    mean = apart.filter(task="mean").row(0, named=True)
+    parts = apart.filter(pl.col("task") != "mean")
+    assert mean["value"] == pytest.approx(parts["value"].mean())
+    assert mean["high"] - mean["low"] < (parts["high"] - parts["low"]).min()
+    assert mean["seeds_low"] < mean["value"] < mean["seeds_high"], "the headline has an interval over seeds too"
+
+
+def test_the_most_frequent_answer_is_counted_over_all_that_was_asked(tmp_path: Path) -> None:
+    """One job a cell: each manifest knows its own cell only."""
+    whole = evaluation(tmp_path, BASE, np.ones((1, 10)), task="babilong")
+    told = read_manifest(whole)
+    table = pl.read_parquet(whole / ANSWERS).with_columns(label=pl.Series(["garden"] * 7 + ["office"] * 3))
+    folders = []
+    for name, rows in (("a", table[:5]), ("b", table[5:].with_columns(length=pl.lit(32, pl.Int64)))):
+        (tmp_path / name).mkdir()
+        rows.write_parquet(tmp_path / name / ANSWERS)
+        write_manifest(tmp_path / name, told, [ANSWERS])
+        folders.append(tmp_path / name)
+    for order in (folders, folders[::-1]):
+        compared(order, [("m", BASE, "fine_tuned")], tmp_path / "out", "babilong")
+        assert read_manifest(tmp_path / "out")["chance"]["qa1"] == {"uniform": 1 / 6, "majority": 0.7}
 
 
 def test_missing_and_strange_answers_are_refused(tmp_path: Path) -> None:

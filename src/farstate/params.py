@@ -473,6 +473,8 @@ class Task(Strict):
     training: TaskTraining
 
 
+_LONGEST = 1 << 27
+PromptTokens = Annotated[int, Field(ge=1, le=_LONGEST)]
 BabilongTask = Literal["qa1", "qa2", "qa3", "qa4", "qa5", "qa6", "qa7", "qa8", "qa9", "qa10"]
 BABILONG_TASKS: tuple[BabilongTask, ...] = get_args(BabilongTask)
 
@@ -490,14 +492,20 @@ class PublishedBabilong(Strict):
     def _one_origin(self) -> PublishedBabilong:
         if (self.hub is None) == (self.files is None):
             raise ValueError("give exactly one of hub and files")
+        _without_doubles(tuple(map(self.tokens_of, self.lengths)))
         return self
+
+    @staticmethod
+    def tokens_of(name: str) -> int:
+        """The length that a set's name says, in tokens of its makers' tokenizer; `k` is 1,024, as on the paper's axis."""
+        return int(name[:-1]) << (10 if name[-1] == "k" else 20)
 
 
 class Babilong(Task):
     """Facts of a small world, hidden in background text, and a question about them."""
 
     tasks: Annotated[tuple[BabilongTask, ...], Field(min_length=1), Distinct] = BABILONG_TASKS
-    lengths: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), Distinct] = Field(
+    lengths: Annotated[tuple[Annotated[int, Field(ge=0, le=_LONGEST)], ...], Field(min_length=1), Distinct] = Field(
         description="tokens of a prompt, of the model's own tokenizer; 0: facts and question alone"
     )
     published: PublishedBabilong | None = Field(
@@ -506,7 +514,9 @@ class Babilong(Task):
     facts: tuple[PositiveInt, PositiveInt] = Field((2, 10), description="fewest and most facts of a story")
     shots: Annotated[int, Field(ge=0)] = Field(2, description="solved stories before a few-shot prompt, counted in its length")
     split_labels: Literal["allow", "refuse"] = Field("allow", description="answers that the tokenizer splits into several tokens")
-    max_new_tokens: PositiveInt = Field(16, description="longest answer that is generated; the lenient scorer reads as many")
+    max_new_tokens: Annotated[int, Field(ge=16)] = Field(
+        16, description="tokens generated for an answer; the lenient scorer reads the first 16"
+    )
     mixture: dict[BabilongTask, PositiveFloat] = Field(
         {}, description="share of each task in the training examples, relative to the others; {}: all of `tasks` alike"
     )
@@ -524,11 +534,11 @@ class Babilong(Task):
 class Passkey(Task):
     """A number hidden in filler, to be told at the end."""
 
-    lengths: Annotated[tuple[PositiveInt, ...], Field(min_length=1), Distinct] = Field(description="tokens of a prompt")
+    lengths: Annotated[tuple[PromptTokens, ...], Field(min_length=1), Distinct] = Field(description="tokens of a prompt")
     depths: Annotated[tuple[Probability, ...], Field(min_length=1), Distinct] = Field(
         description="where the key stands: 0 at the beginning, 1 right before the question"
     )
-    keys: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = Field(
+    keys: tuple[Annotated[int, Field(ge=0, le=10**15)], Annotated[int, Field(ge=0, le=10**15)]] = Field(
         (10000, 99999), description="lowest and highest key; the other published form has 1 and 50000"
     )
     filler: Literal["sentences", "text"] = Field("sentences", description="the usual sentences again and again, or held-out text")
@@ -546,7 +556,7 @@ class Copying(Task):
 
     alphabet: Annotated[str, Field(min_length=2)] = "abcdefghijklmnopqrstuvwxyz"
     training_lengths: tuple[PositiveInt, PositiveInt] = Field((50, 100), description="shortest and longest string in training")
-    lengths: Annotated[tuple[PositiveInt, ...], Field(min_length=1), Distinct] = Field((100, 300), description="of test strings")
+    lengths: Annotated[tuple[PromptTokens, ...], Field(min_length=1), Distinct] = Field((100, 300), description="of test strings")
 
     @model_validator(mode="after")
     def _ordered(self) -> Copying:
@@ -554,8 +564,8 @@ class Copying(Task):
             raise ValueError(
                 f"the shortest of training_lengths, {self.training_lengths[0]}, is above the longest, {self.training_lengths[1]}"
             )
-        if len(set(self.alphabet)) != len(self.alphabet) or set(self.alphabet) & set("$|."):
-            raise ValueError(f"the alphabet '{self.alphabet}' has a letter twice, or one of $ | . that frame the strings")
+        if len(set(self.alphabet)) != len(self.alphabet) or not self.alphabet.isalnum():
+            raise ValueError(f"the alphabet '{self.alphabet}' has a letter twice, or what is neither letter nor digit")
         return self
 
 
@@ -896,10 +906,12 @@ class Params(Strict):
                     f"tasks.{task}.training.examples: {section.training.examples} do not fill one batch of {rows} rows ({where})"
                 )
             if isinstance(spec.shape, HybridShape) and spec.shape.attention_window is None:
-                longest_prompt = max(getattr(section, "lengths", (0,)))
+                longest_prompt = max(section.lengths) + getattr(section, "max_new_tokens", 32)
+                if isinstance(section, Copying):
+                    longest_prompt = 2 * max(section.lengths) + 3
                 if longest_prompt > spec.shape.attention_cache:
                     raise ValueError(
-                        f"tasks.{task}.lengths: {longest_prompt} is more than models.{name}.shape.attention_cache = {spec.shape.attention_cache}, "
+                        f"tasks.{task}.lengths: prompt and answer of {longest_prompt} tokens are more than models.{name}.shape.attention_cache = {spec.shape.attention_cache}, "
                         "which attention without a window needs; give attention_window, or raise attention_cache"
                     )
             longest = 2 * section.training_lengths[1] + 2 if isinstance(section, Copying) else 0

@@ -183,7 +183,9 @@ class TaskStages:
         if isinstance(section, Babilong) and section.published is not None:
             outside = published_outside(section.published)
             common["published"] = {**section.published.model_dump(mode="json", exclude={"lengths"})}
-            common["content"] = sources.content(outside, self._builder.lock)
+            # Which set is read is decided by its file's name: paths enter beside checksums.
+            content, paths = sources.content(outside, self._builder.lock), sources.registered_files(outside, self._builder.lock)
+            common["content"] = [list(pair) for pair in zip(paths, content, strict=True)] if paths else content
         kind = f"{shots}-shot." if isinstance(section, Babilong) else ""
         if section.jobs == "model":
             return [("", self._data(f"{kind}test", {**common, "cells": cells}, shots=shots))]

@@ -23,7 +23,7 @@ from farstate.tasks.babi.world import Story, story
 from farstate.tasks.examples import Cell, Example, Tokens, draws
 from farstate.tasks.labels import labels
 from farstate.tasks.passkey import end_of_answer
-from farstate.tasks.published import nominal_tokens, published
+from farstate.tasks.published import published
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -67,7 +67,7 @@ class Babilong:
         mixture: how frequent each task is in training, relative to the others; None: all that `tasks` names alike.
         training_lengths: full: a training prompt fills its row; uniform: its length is drawn, from facts and question alone to that.
         seed: of the examples.
-        split: `train` and `test` draw different stories.
+        split: `train` and `test` draw independently; short stories are few, and some occur in both.
 
     Raises:
         FarstateError: the tokenizer has no token for the full stop, cannot spell a label, or splits one that must not be.
@@ -153,16 +153,22 @@ class Babilong:
     ) -> Iterator[Example]:
         """The first `examples` of a published set in our prompt, in its order: solved stories, the set's text, the question.
 
-        Their `length` is what the set's name says (`published.nominal_tokens`); how long a prompt is in the model's tokens, it says itself.
+        Their `length` is what the set's name says (`PublishedBabilong.tokens_of`); how long a prompt is in the model's tokens, it says itself.
 
         Raises:
-            FarstateError: as `farstate.tasks.published.published`; a target that the tokenizer cannot spell.
+            FarstateError: as `farstate.tasks.published.published`; a target that the tokenizer cannot spell; fewer than `examples` records.
         """
         self._check_labels(task)
+        number = -1
         for number, asked in enumerate(islice(published(source, task, length_name, revision=revision), examples)):
             prompt = (self._solved(task, number), self._encoded(f" {asked.text}"), self._encoded(f" {asked.question} Answer:"))
             answer = self._answer(asked.target)
-            yield Example(task, number, nominal_tokens(length_name), None, np.concatenate(prompt), answer, asked.target)
+            yield Example(task, number, source.tokens_of(length_name), None, np.concatenate(prompt), answer, asked.target)
+        if examples is not None and number + 1 < examples:
+            raise FarstateError(
+                f"tasks.babilong.examples: {examples} are asked for, the published set {length_name} of {task} holds {number + 1}; lower it, or "
+                "leave the set out of tasks.babilong.published.lengths"
+            )
 
     def _fitting(self, task: str, generator: np.random.Generator, room: int | None, *, answered: bool) -> _Told | int:
         """The first story drawn that takes at most `room` tokens; where there is none, how many the shortest takes."""

@@ -1,8 +1,8 @@
 """The stage `compare_task`: the scores of a figure's models on the same examples, with intervals.
 
-A score that is 0 or 1 is a proportion: Wilson's interval, which keeps its width where all answers are right or none is; the
-interval of a mean over tasks and of a difference is put together from those of its parts (MOVER; Newcombe 1998, Zou & Donner 2008),
-taking them for independent. Arms answer the same examples, so that a difference is usually known better than that. A score that is
+A score that is 0 or 1 is a proportion: Wilson's interval, which keeps its width where all answers are right or none is. The interval of a
+difference is put together from those of both arms and the correlation of their answers to the same examples (Newcombe 1998, paired,
+method 10), that of a mean over tasks from those of the tasks, which are independent (MOVER; Zou & Donner 2008). A score that is
 a share has a bootstrap over examples, paired for a difference, or Wilson's where all examples agree. With several seeds an example's score is
 its mean over them: the intervals say nothing about other trainings; from three seeds on there is a t interval beside them that does.
 """
@@ -25,6 +25,7 @@ from farstate.evaluation.uncertainty import Floats, Resamples, resample, t_inter
 from farstate.files import MANIFEST, atomic_path, read_manifest, write_manifest
 from farstate.runs import BASE, CONTROL
 from farstate.task_plan import ANSWERS, SCORES
+from farstate.tasks.labels import TASKS, chance
 from farstate.tasks.scores import BY_TASK, WHOLE
 
 SCORE_SCHEMA: dict[str, Any] = {
@@ -75,12 +76,13 @@ def compare(evaluations: Sequence[Path], *, task: str, figure: Mapping[str, Any]
     shown = [(str(model), str(arm), str(prompting)) for model, arm, prompting in figure["shown"]]
     manifests = [read_manifest(directory) for directory in evaluations]
     answers = _read(evaluations, shown)
-    chance = {name: level["uniform"] for manifest in manifests for name, level in manifest["chance"].items()}
+    chances = _chances(answers, shown[0], manifests)
+    guesses = {name: float(level["uniform"]) for name, level in chances.items() if level["uniform"] is not None}
     rows: list[dict[str, Any]] = []
     kinds: set[str] = set()
     for score in BY_TASK[task]:
         scored = _scored(answers, score)
-        rows += _rows(scored, score, shown, chance, compare, kinds)
+        rows += _rows(scored, score, shown, guesses, compare, kinds)
     table = pl.DataFrame(rows, schema=SCORE_SCHEMA)
     with atomic_path(output / SCORES) as temporary:
         table.write_parquet(temporary, compression="zstd")
@@ -91,7 +93,7 @@ def compare(evaluations: Sequence[Path], *, task: str, figure: Mapping[str, Any]
         {
             "task": task,
             "interval": f"{level} Wilson interval over examples{shares}",
-            "difference_interval": f"{level}, put together from the intervals of both (MOVER), which takes them for independent"
+            "difference_interval": f"{level}, from the Wilson intervals of both and the correlation of their answers (Newcombe, paired)"
             + ("; of shares a paired bootstrap over examples" if kinds else ""),
             "confidence": compare.confidence,
             "compare": compare.model_dump(mode="json", include={"confidence", "resamples", "seed"}),
@@ -99,7 +101,7 @@ def compare(evaluations: Sequence[Path], *, task: str, figure: Mapping[str, Any]
                 manifest["labels"]["model"]: {name: manifest[name] for name in ("parameters", "parameters_without_embeddings")}
                 for manifest in manifests
             },
-            "chance": {name: level for manifest in manifests for name, level in manifest["chance"].items()},
+            "chance": chances,
             "labels": _spelled(manifests),
             "broken": [{**manifest["labels"], "examples": manifest["broken"]} for manifest in manifests if manifest["broken"]],
         },
@@ -138,6 +140,20 @@ def _read(evaluations: Sequence[Path], shown: Sequence[Subject]) -> pl.DataFrame
     return answers
 
 
+def _chances(
+    answers: pl.DataFrame, subject: Subject, manifests: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, float | None]]:
+    """By task, how often a guess is right: uniform over the answers, and always the most frequent one of all that were asked."""
+    found = {name: level for manifest in manifests for name, level in manifest["chance"].items()}
+    model, arm, prompting = subject
+    asked = answers.filter(model=model, arm=arm, prompting=prompting).unique(["task", "length", "depth", "example"])
+    for (task,), several in asked.group_by("task"):
+        if str(task) in TASKS:
+            level = chance(str(task), dict(several.group_by("label").len().iter_rows()))
+            found[str(task)] = {"uniform": level.uniform, "majority": level.majority}
+    return found
+
+
 def _scored(answers: pl.DataFrame, score: str) -> dict[tuple[Subject, Cell], _Scored]:
     found = {}
     keys = ["model", "arm", "prompting", "task", "length", "depth"]
@@ -159,14 +175,15 @@ def _rows(
     scored: Mapping[tuple[Subject, Cell], _Scored],
     score: str,
     shown: Sequence[Subject],
-    chance: Mapping[str, float],
+    guesses: Mapping[str, float],
     compare: params.Compare,
     kinds: set[str],
 ) -> Iterator[dict[str, Any]]:
     whole = score in WHOLE
     # The chance in the data is that of a whole key, and that of a single letter of a string.
-    guessed = (score == "characters") != ("passkey" in chance) if score in ("exact", "characters") else True
+    guessed = (score == "characters") != ("passkey" in guesses) if score in ("exact", "characters") else True
     estimates: dict[tuple[Subject, Cell], _Estimate] = {}
+    differences: dict[tuple[Subject, Subject, Cell], _Estimate] = {}
     drawn: dict[int, Resamples] = {}
 
     def resamples(count: int) -> Resamples:
@@ -191,7 +208,7 @@ def _rows(
         return _Estimate(value, max(0.0, float(low)), min(1.0, float(high)))
 
     for (subject, cell), one in scored.items():
-        common = _common(subject, cell, score, chance.get(cell[0]) if guessed else None, one)
+        common = _common(subject, cell, score, guesses.get(cell[0]) if guessed else None, one)
         estimates[subject, cell] = estimate(one.examples)
         by_seed = [float(values.mean()) for values in one.seeds.values()]
         yield {**common, "seed": None, "against": "", **_shown(estimates[subject, cell]), **_over_seeds(by_seed, compare)}
@@ -200,26 +217,28 @@ def _rows(
                 yield {**common, "seed": seed, "n_seeds": 1, "against": "", **_shown(estimate(values))}
         for against in _against(subject, shown):
             other, theirs = scored[against, cell], estimates.get((against, cell)) or estimate(scored[against, cell].examples)
-            difference = mover_difference(estimates[subject, cell], theirs)
+            difference = paired_difference(estimates[subject, cell], theirs, correlation(one.examples, other.examples))
             apart = one.examples - other.examples
             if not whole and np.ptp(apart) > 0.0:
                 draws = resamples(apart.size)
                 centre, redrawn = draws.mean(apart, np.ones(apart.size))
                 low, high = draws.interval(centre, redrawn)
                 difference = _Estimate(float(centre), max(-1.0, float(low)), min(1.0, float(high)))
+            differences[subject, against, cell] = difference
             paired = [float(mine.mean() - other.seeds.get(seed, other.examples).mean()) for seed, mine in one.seeds.items()]
             yield {
                 **common, "seed": None, "against": against[1], "chance": None, **_shown(difference), **_over_seeds(paired, compare)
             }  # fmt: skip
-    yield from _means(scored, estimates, score, shown, chance, compare)
+    yield from _means(scored, estimates, differences, score, shown, guesses, compare)
 
 
 def _means(
     scored: Mapping[tuple[Subject, Cell], _Scored],
     estimates: Mapping[tuple[Subject, Cell], _Estimate],
+    differences: Mapping[tuple[Subject, Subject, Cell], _Estimate],
     score: str,
     shown: Sequence[Subject],
-    chance: Mapping[str, float],
+    guesses: Mapping[str, float],
     compare: params.Compare,
 ) -> Iterator[dict[str, Any]]:
     """Means over the tasks at each length, where there are several tasks."""
@@ -227,10 +246,6 @@ def _means(
     if len(tasks) < 2:
         return
     lengths = sorted({cell[1] for _, cell in scored})
-    means: dict[tuple[Subject, int], _Estimate] = {}
-    for subject in shown:
-        for length in lengths:
-            means[subject, length] = mover_mean([estimates[subject, (task, length, None)] for task in tasks])
     for subject in shown:
         for length in lengths:
             parts = [scored[subject, (task, length, None)] for task in tasks]
@@ -240,12 +255,11 @@ def _means(
                 float(np.mean([part.measured for part in parts])),
                 parts[0].train_length,
             )
-            level = float(np.mean([chance[task] for task in tasks])) if all(task in chance for task in tasks) else None
+            level = float(np.mean([guesses[task] for task in tasks])) if all(task in guesses for task in tasks) else None
             common = _common(subject, (MEAN, length, None), score, level, merged)
             by_seed = {seed: float(np.mean([part.seeds[seed].mean() for part in parts])) for seed in parts[0].seeds}
-            yield {
-                **common, "seed": None, "against": "", **_shown(means[subject, length]), **_over_seeds(list(by_seed.values()), compare)
-            }  # fmt: skip
+            mean = mover_mean([estimates[subject, (task, length, None)] for task in tasks])
+            yield {**common, "seed": None, "against": "", **_shown(mean), **_over_seeds(list(by_seed.values()), compare)}
             if len(by_seed) > 1:
                 for seed in by_seed:
                     own = mover_mean(
@@ -253,8 +267,15 @@ def _means(
                     )
                     yield {**common, "seed": seed, "n_seeds": 1, "against": "", **_shown(own)}
             for against in _against(subject, shown):
-                difference = mover_difference(means[subject, length], means[against, length])
-                yield {**common, "seed": None, "against": against[1], "chance": None, **_shown(difference)}
+                difference = mover_mean([differences[subject, against, (task, length, None)] for task in tasks])
+                others = [scored[against, (task, length, None)] for task in tasks]
+                paired = [
+                    value - float(np.mean([other.seeds.get(seed, other.examples).mean() for other in others]))
+                    for seed, value in by_seed.items()
+                ]
+                yield {
+                    **common, "seed": None, "against": against[1], "chance": None, **_shown(difference), **_over_seeds(paired, compare)
+                }  # fmt: skip
 
 
 def _common(subject: Subject, cell: Cell, score: str, chance: float | None, one: _Scored) -> dict[str, Any]:
@@ -300,13 +321,28 @@ def wilson(value: float, count: int, confidence: float) -> _Estimate:
     return _Estimate(value, min(value, max(0.0, centre - half)), max(value, min(1.0, centre + half)))
 
 
-def mover_difference(first: _Estimate, second: _Estimate) -> _Estimate:
-    """first − second, taken for independent (Newcombe 1998, method 10)."""
+def correlation(first: Floats, second: Floats) -> float:
+    """Of two arms' answers to the same examples, (n,) each; a positive one is lowered for small n as Newcombe's φ is. 0 without spread."""
+    spread = float(first.std() * second.std())
+    if spread == 0.0:
+        return 0.0
+    together = float(((first - first.mean()) * (second - second.mean())).mean())
+    if together > 0.0:
+        together = max(0.0, together - 0.5 / first.size)
+    return together / spread
+
+
+def paired_difference(first: _Estimate, second: _Estimate, correlation: float) -> _Estimate:
+    """first − second, of answers to the same examples (Newcombe 1998, Statistics in Medicine 17, 2635, method 10)."""
     value = first.value - second.value
+
+    def half(mine: float, theirs: float) -> float:
+        return math.sqrt(max(0.0, mine**2 - 2.0 * correlation * mine * theirs + theirs**2))
+
     return _Estimate(
         value,
-        value - math.hypot(first.value - first.low, second.high - second.value),
-        value + math.hypot(first.high - first.value, second.value - second.low),
+        value - half(first.value - first.low, second.high - second.value),
+        value + half(first.high - first.value, second.value - second.low),
     )
 
 

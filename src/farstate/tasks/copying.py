@@ -12,14 +12,14 @@ from farstate.errors import FarstateError
 from farstate.tasks.examples import Cell, Example, Tokens, draws
 
 TASK = "copying"
-BEGIN, MIDDLE, END = "$", "|", "."
+BEGIN, MIDDLE, END, PADDING = "$", "|", ".", "␀"
 
 
 class Vocabulary:
-    """One token a letter, then `$`, `|`, `.`; 0 is padding, which no example contains."""
+    """One token a letter, then `$`, `|`, `.`; 0 is padding, which no example contains and which is shown as ␀."""
 
     def __init__(self, alphabet: str) -> None:
-        self.symbols = ["", *alphabet, BEGIN, MIDDLE, END]
+        self.symbols = [PADDING, *alphabet, BEGIN, MIDDLE, END]
         self._ids = {symbol: number for number, symbol in enumerate(self.symbols)}
 
     def __len__(self) -> int:
@@ -29,8 +29,7 @@ class Vocabulary:
         return [self._ids[symbol] for symbol in text]
 
     def decode(self, tokens: Tokens) -> str:
-        """The text; padding is nothing, and a token that is none of ours too."""
-        return "".join(self.symbols[token] if 0 <= token < len(self.symbols) else "" for token in tokens.tolist())
+        return "".join(self.symbols[token] for token in tokens.tolist())
 
 
 class Copying:
@@ -39,7 +38,7 @@ class Copying:
     Args:
         alphabet: the letters.
         seed: of the examples.
-        split: `train` and `test` draw different strings.
+        split: `train` and `test` draw independently.
         training_lengths: shortest and longest string in training, lengths alike; None where there is no training.
     """
 

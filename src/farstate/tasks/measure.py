@@ -61,10 +61,11 @@ def measure(
         task: babilong, passkey or copying.
         labels: model, arm, prompting and seed, written into every row.
         train_length: of a training row in tokens (copying: of a string in letters), for the page.
-        max_new_tokens: longest answer; None: as long as the longest right one of its cell.
+        max_new_tokens: tokens of an answer; None: two more than the right one has characters.
 
     Raises:
-        FarstateError: no such checkpoint or data set, or examples with more symbols than the model knows.
+        FarstateError: no such checkpoint or data set, examples with more symbols than the model knows, or right answers longer than
+            `max_new_tokens`.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -76,6 +77,11 @@ def measure(
             f"{checkpoint}: knows {model.config.vocabulary_size} symbols, the examples {data} use {told['vocabulary_size']}; make them with "
             "the model's own tokenizer"
         )
+    if max_new_tokens is not None and told["longest_answer"] > max_new_tokens:
+        raise FarstateError(
+            f"tasks.{task}.max_new_tokens: {max_new_tokens} are fewer than the {told['longest_answer']} that the longest right answer takes with "
+            "this tokenizer; raise it"
+        )
     output.mkdir(parents=True, exist_ok=True)
     (output / MANIFEST).unlink(missing_ok=True)
     total, done = int(examples.lengths()[0].sum()), 0
@@ -86,8 +92,9 @@ def measure(
                 model,
                 [example.prompt for example in chunk],
                 [example.answer for example in chunk],
-                max_new_tokens=max_new_tokens or max(example.answer.size for example in chunk),
-                stop=frozenset([told["end"]]),
+                max_new_tokens=max_new_tokens or max(map(_limit, chunk)),
+                # The lenient scorer reads on after a full stop.
+                stop=frozenset() if task == "babilong" else frozenset([told["end"]]),
                 vocabulary_size=told["vocabulary_size"],
                 segment_tokens=settings.segment_tokens,
                 rows=_rows(chunk, settings),
@@ -97,7 +104,7 @@ def measure(
             )
             done += sum(example.prompt.size for example in chunk)
             for example, answer in zip(chunk, answered, strict=True):
-                generated, forced = answer.generated, answer.forced
+                generated, forced = answer.generated[: max_new_tokens or _limit(example)], answer.forced
                 rows.append(
                     {
                         **labels,
@@ -144,6 +151,11 @@ def _chunks(examples: Examples) -> Iterator[list[Example]]:
         held += example.prompt.size
     if chunk:
         yield chunk
+
+
+def _limit(example: Example) -> int:
+    """Tokens that an answer may take: no tokenizer needs more for the right one, and no other example decides it."""
+    return len(example.label) + 2
 
 
 def _rows(chunk: list[Example], settings: EvaluationSettings) -> int:

@@ -25,6 +25,8 @@ FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we go. T
 KEY = " The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = " What is the pass key? The pass key is"
 END = "."
+_APART_TOKENS, _APART, _TRIES = 8, 0.02, 50
+"""Held-out text is drawn again until a sentence ends within so many tokens, or such a share of the filler, of the depth."""
 
 
 class Passkey:
@@ -36,7 +38,7 @@ class Passkey:
         background: held-out text for the filler; None: the usual sentences, again and again.
         context: tokens of a training row; None where there is no training.
         seed: of the examples.
-        split: `train` and `test` draw different keys.
+        split: `train` and `test` draw independently: with many training examples most keys occur in both, in other places.
 
     Raises:
         FarstateError: the tokenizer cannot spell a number, or has no token for the full stop.
@@ -63,10 +65,11 @@ class Passkey:
         self._sentences = [self._encoded(f" {sentence}.") for sentence in FILLER.strip(" .").split(". ")]
         self._question = self._encoded(QUESTION)
         self.end = end_of_answer(tokenizer)
-        for key in {keys[0], keys[1]}:
-            if tokenizer.decode(self._encoded(f" {key}").tolist()).strip() != str(key):
+        for said in (*map(str, keys), "0123456789", INSTRUCTION + FILLER + KEY.format(key=keys[0]) + QUESTION):
+            told = tokenizer.decode(self._encoded(f" {said}").tolist(), skip_special_tokens=False).strip()
+            if told != said:
                 raise FarstateError(
-                    f"tasks.passkey.keys: the tokenizer cannot spell {key}; choose a tokenizer that knows the digits"
+                    f"tasks.passkey: the tokenizer cannot spell '{said}', it reads back '{told}'; choose one that knows digits and letters"
                 )
 
     @property
@@ -105,16 +108,32 @@ class Passkey:
                 f"tasks.passkey: a prompt of {length} tokens does not hold the key and the question, which take {length - room} with this "
                 "tokenizer; take longer lengths (and a longer context), shorter keys, or instruction: false"
             )
-        filler, ends = self._filler(room, generator)
-        # The key stands between two sentences, at the place nearest to its depth.
-        at = int(ends[np.abs(ends - depth * room).argmin()])
+        filler, at = self._nearest(room, depth, generator)
         prompt = np.concatenate((self._instruction, filler[:at], told, filler[at:], self._question))
         return Example(TASK, number, length, depth, prompt, self._answer(key), key, facts=(self._instruction.size + at,))
+
+    def _nearest(self, room: int, depth: float, generator: np.random.Generator) -> tuple[Tokens, int]:
+        """Filler, and the place between two sentences that is nearest to the depth.
+
+        Text has long sentences: where none ends within a tolerance of the depth, other text is drawn, and at last the best is taken.
+        """
+        best: tuple[float, Tokens, int] | None = None
+        for _ in range(_TRIES if self._background is not None else 1):
+            filler, places = self._filler(room, generator)
+            at = int(places[np.abs(places - depth * room).argmin()])
+            apart = abs(at - depth * room)
+            if best is None or apart < best[0]:
+                best = apart, filler, at
+            if apart <= max(_APART_TOKENS, _APART * room):
+                break
+        assert best is not None
+        return best[1], best[2]
 
     def _filler(self, room: int, generator: np.random.Generator) -> tuple[Tokens, Tokens]:
         """`room` tokens and the places before, between and after their sentences; the first sentence is cut to fit."""
         if self._background is not None:
-            return self._background.piece(room, generator)
+            piece = self._background.piece(room, generator)
+            return piece.tokens, np.append(piece.places, room)
         sizes = [sentence.size for sentence in self._sentences]
         count = len(sizes) * (-(-room // sum(sizes)) + 1)
         # Counted from the question backwards, so that the last sentence before it is whole.

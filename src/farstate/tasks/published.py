@@ -48,18 +48,6 @@ def published(source: PublishedBabilong, task: str, length_name: str, *, revisio
         yield _asked(value, known, where)
 
 
-def nominal_tokens(length_name: str) -> int:
-    """The length that a set's name says in tokens of its makers' tokenizer, `k` as 1,024, as the paper's axis has it: a name on an axis.
-
-    Raises:
-        FarstateError: the name is not a number with k or M behind it.
-    """
-    number, unit = length_name[:-1], length_name[-1:]
-    if not number.isdecimal() or unit not in ("k", "M"):
-        raise FarstateError(f"tasks.babilong.published.lengths: '{length_name}' is no name of a set; names are 0k, 1k, 2k … 10M")
-    return int(number) * (1 << 10 if unit == "k" else 1 << 20)
-
-
 def _asked(value: Any, known: tuple[str, ...], where: str) -> Asked:
     if not isinstance(value, dict):
         raise FarstateError(f"{where}: an object with {', '.join(_FIELDS)} is expected, found {type(value).__name__}")

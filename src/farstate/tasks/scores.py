@@ -19,6 +19,8 @@ ends an answer is the right one, white space around it aside. characters: share 
 their place in it. characters_forced: share of the label's tokens that are predicted right, each after the right ones."""
 WHOLE = ("strict", "lenient", "exact")
 """Those that are 0 or 1."""
+LENIENT_TOKENS = 16
+"""Of an answer, those that the lenient scorer reads."""
 
 
 def score(task: str, example: Example, generated: Tokens, forced: Tokens, decode: Decode, end: str) -> dict[str, float]:
@@ -33,9 +35,10 @@ def score(task: str, example: Example, generated: Tokens, forced: Tokens, decode
     """
     text = decode(generated[generated >= 0])
     if task == "babilong":
+        beginning = generated[:LENIENT_TOKENS]
         return {
             "strict": float(strict(text, example.label, labels(example.task))),
-            "lenient": float(lenient(text, example.label)),
+            "lenient": float(lenient(decode(beginning[beginning >= 0]), example.label)),
         }
     told = text.partition(end)[0].strip()
     found = {
