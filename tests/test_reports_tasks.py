@@ -449,7 +449,8 @@ def test_babilong_is_drawn_from_a_real_comparison(tmp_path: Path) -> None:
             {
                 **labels,
                 **{"train_length": 64, "task": task, "length": length, "depth": None, "example": number, "tokens": length},
-                **{"label": "milk", "generated": "milk", "generated_tokens": 1, "nll": 0.0, "finite": True},
+                **{"label": ("garden", "kitchen")[number % 4 == 0], "generated": "milk", "generated_tokens": 1, "nll": 0.0},
+                "finite": True,
                 **{"strict": float(hit), "lenient": float(hit)},
             }
             for task in ("qa1", "qa2")
@@ -459,7 +460,7 @@ def test_babilong_is_drawn_from_a_real_comparison(tmp_path: Path) -> None:
         folder = tmp_path / arm
         folder.mkdir()
         pl.DataFrame(answers, schema=ANSWER_SCHEMA).write_parquet(folder / "answers.parquet")
-        chance = {"qa1": {"uniform": 1 / 6, "majority": 0.2}, "qa2": {"uniform": 1 / 6, "majority": 0.3}}
+        chance = dict.fromkeys(("qa1", "qa2"), {"uniform": 1 / 6, "majority": None})
         counts = {"parameters": 197_888, "parameters_without_embeddings": 66_816, "examples": len(answers), "broken": 0}
         write_manifest(
             folder, {"labels": labels, "chance": chance, "spelled": {"milk": ["m", "ilk"]}, **counts}, ["answers.parquet"]
@@ -475,7 +476,7 @@ def test_babilong_is_drawn_from_a_real_comparison(tmp_path: Path) -> None:
     )
     text = words(build("fig6", out, tmp_path, card("fig6"))["html"].read_text(encoding="utf-8"))
     assert "Of the 1 length beyond the training length, state passing is above it at 1." in text
-    assert "(mean of qa1 to qa2, chance 0.17, always the most frequent answer 0.25)" in text
+    assert "(mean of qa1 to qa2, chance 0.17, always the most frequent answer 0.75)" in text
     assert "1 of 1 labels are split into several tokens" in text
 
 

@@ -57,10 +57,17 @@ class Case:
         return sorted(found, key=lambda place: (place[0], -1.0 if place[1] is None else place[1]))
 
     def inside(self, score: str) -> list[Place]:
-        return [place for place in self.places(score) if place[0] <= self.train_length]
+        return [place for place in self.places(score) if self._reaches(place) <= self.train_length]
 
     def beyond(self, score: str) -> list[Place]:
-        return [place for place in self.places(score) if place[0] > self.train_length]
+        return [place for place in self.places(score) if self._reaches(place) > self.train_length]
+
+    def _reaches(self, place: Place) -> float:
+        """How far prompts reach, in the unit of the training length; a published set's name says it in other tokens than the model's."""
+        at = [row for key, row in self.rows.items() if key[3:] == place]
+        if any(row["task"] == "copying" for row in at):
+            return place[0]
+        return max((row["measured"] for row in at if finite(row["measured"])), default=place[0])
 
 
 @dataclass(frozen=True)
