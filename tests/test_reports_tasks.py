@@ -460,7 +460,7 @@ def test_babilong_is_drawn_from_a_real_comparison(tmp_path: Path) -> None:
         folder = tmp_path / arm
         folder.mkdir()
         pl.DataFrame(answers, schema=ANSWER_SCHEMA).write_parquet(folder / "answers.parquet")
-        chance = dict.fromkeys(("qa1", "qa2"), {"uniform": 1 / 6, "majority": None})
+        chance = {key: {"uniform": 1 / 6, "majority": None} for key in ("qa1", "qa2")}
         counts = {"parameters": 197_888, "parameters_without_embeddings": 66_816, "examples": len(answers), "broken": 0}
         write_manifest(
             folder, {"labels": labels, "chance": chance, "spelled": {"milk": ["m", "ilk"]}, **counts}, ["answers.parquet"]
