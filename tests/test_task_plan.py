@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from farstate.sources import read_lock
 from test_params import put
 from test_plan import phases_that_differ
 
+FIG5 = {"models": ["tiny"], "arms": ["base", "control"]}
 TASK_FIGURES = ("fig6", "fig7", "table1")
 
 
@@ -242,3 +244,11 @@ def test_a_published_checkpoint_keeps_its_context(data: dict[str, Any]) -> None:
             validate(merge(data, {**more, "figures": {figure: {"models": ["published"]}}}), "test")
     plan = plan_of(merge(data, {**more, "figures": {"fig7": {"models": ["published"], "context": None}}}))
     assert "model.published.control.passkey.s0" in names(plan, "tune")
+
+
+def test_a_phase_without_results_leaves_a_folder_for_dvc(tmp_path: Path, data: dict[str, Any]) -> None:
+    """DVC fails on an output that is not there; most figures have no task."""
+    plan = Plan(validate({**data, "figures": {"fig5": FIG5}}, "test"), read_lock(REPOSITORY / "config/sources.lock"))
+    assert not plan.of(phase="tasks")
+    assert plan.supersede(tmp_path, "tasks") == []
+    assert (tmp_path / "results/tasks").is_dir()

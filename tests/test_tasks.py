@@ -517,6 +517,19 @@ def test_the_mean_over_tasks(tmp_path: Path) -> None:
     assert table.filter(task="qa1", score="strict").row(0, named=True)["low"] < 1.0, "ten right answers are no certainty"
 
 
+def test_intervals_over_seeds_end_at_what_is_possible(tmp_path: Path) -> None:
+    folders = [
+        evaluation(tmp_path, arm, np.full((1, 20), value), seed=seed)
+        for arm, values in ((BASE, (0.0, 0.0, 0.1)), (CONTROL, (1.0, 1.0, 0.1)))
+        for seed, value in enumerate(values)
+    ]
+    table = compared(folders, [("m", BASE, "fine_tuned"), ("m", CONTROL, "fine_tuned")], tmp_path / "out")
+    ends = table.filter(pl.col("seed").is_null(), score="exact").select("arm", "against", "seeds_low", "seeds_high")
+    assert ends.filter(arm=BASE).row(0)[2] == 0.0
+    assert ends.filter(arm=CONTROL, against="").row(0)[3] == 1.0
+    assert ends.filter(arm=CONTROL, against=BASE).row(0)[3] == 1.0
+
+
 def test_the_mean_over_tasks_has_the_differences_of_its_parts(tmp_path: Path) -> None:
     generator = np.random.default_rng(4)
     folders = [

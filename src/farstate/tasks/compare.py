@@ -227,7 +227,7 @@ def _rows(
             differences[subject, against, cell] = difference
             paired = [float(mine.mean() - other.seeds.get(seed, other.examples).mean()) for seed, mine in one.seeds.items()]
             yield {
-                **common, "seed": None, "against": against[1], "chance": None, **_shown(difference), **_over_seeds(paired, compare)
+                **common, "seed": None, "against": against[1], "chance": None, **_shown(difference), **_over_seeds(paired, compare, -1.0)
             }  # fmt: skip
     yield from _means(scored, estimates, differences, score, shown, guesses, compare)
 
@@ -274,7 +274,7 @@ def _means(
                     for seed, value in by_seed.items()
                 ]
                 yield {
-                    **common, "seed": None, "against": against[1], "chance": None, **_shown(difference), **_over_seeds(paired, compare)
+                    **common, "seed": None, "against": against[1], "chance": None, **_shown(difference), **_over_seeds(paired, compare, -1.0)
                 }  # fmt: skip
 
 
@@ -304,9 +304,12 @@ def _shown(estimate: _Estimate) -> dict[str, float]:
     return {"value": estimate.value, "low": estimate.low, "high": estimate.high}
 
 
-def _over_seeds(values: Sequence[float], compare: params.Compare) -> dict[str, float | None]:
+def _over_seeds(values: Sequence[float], compare: params.Compare, lowest: float = 0.0) -> dict[str, float | None]:
+    """The t interval over seeds, cut at what is possible: `lowest` … 1."""
     ends = t_interval(values, compare.confidence)
-    return {"seeds_low": None, "seeds_high": None} if ends is None else {"seeds_low": ends[0], "seeds_high": ends[1]}
+    if ends is None:
+        return {"seeds_low": None, "seeds_high": None}
+    return {"seeds_low": max(lowest, ends[0]), "seeds_high": min(1.0, ends[1])}
 
 
 def wilson(value: float, count: int, confidence: float) -> _Estimate:
