@@ -380,7 +380,7 @@ def test_every_figure_of_the_diagnostics_is_drawn(finished_clone: Path, tmp_path
     assert (sum(jobs[rule] for rule in jobs if rule.startswith("pretrain")), jobs["posttrain"]) == (6, 6)
     assert (jobs["remembrance"], jobs["states"], jobs["shift"]) == (2, 2, 2), "shared by Figures 4 and 9"
     assert (jobs["tune"], jobs["task"]) == (6, 4 + 3 * 4 + 2), "passkey one job a cell"
-    run(clone, "snakemake", *wanted, timeout=900)
+    run(clone, "snakemake", *wanted, timeout=1500)
     assert planned(clone, *wanted) == {}
     assert planned(clone) == {}, "Figure 5 is untouched"
     for name in ("fig1", "fig2", "fig3", "fig4", "fig6", "fig7", "fig9", "fig11", "fig12", "fig13", "table1", "shift", "cost"):
