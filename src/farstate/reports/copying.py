@@ -5,7 +5,6 @@ Reads the table of scores of a comparison and draws it; every number on the page
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from farstate.reference import paper_points
 from farstate.reports import charts, page, task_charts, task_text, tasks, text
 from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
-from farstate.reports.page import OUTPUTS
 from farstate.reports.task_charts import Panel
 from farstate.reports.tasks import Scores
 from farstate.reports.theme import ArmStyle, Spec
@@ -39,19 +37,7 @@ def draw(
     context: dict[str, Any],
     keys: Mapping[str, Any],
 ) -> None:
-    """Draw a comparison as a page, a static figure, its specification and its data.
-
-    Args:
-        about: what the figure asks.
-        inputs: under "task" one directory with `scores.parquet`.
-        output: a path each for html, svg, png, json and parquet, written whole or not at all.
-        context: see `farstate.reports.context.Context`.
-        keys: content keys of the results shown, carried by the page in `<meta name="farstate-keys">`.
-
-    Raises:
-        FarstateError: the table or a column is missing, it holds what the page does not know, `context` is incomplete, or an output is
-            not named.
-    """
+    """Draw a comparison (`page.Draw`); inputs: under "task" one directory with `scores.parquet`."""
     page.check_outputs(output)
     card = read_context(context)
     scores = tasks.read(inputs["task"], card, tuple(SCORES))
@@ -69,15 +55,7 @@ def draw(
                 **{"lines": _lines(scores, model, case), "trained": case.train_length},
             }
         )
-    ranges = task_charts.extents(panels)
-    drawings = [
-        {
-            **{"id": f"copying-{number}", "metric": panel.metric, "near": 1},
-            "spec": task_charts.screen_panel(panel, styles, charts.joined(ranges.get(panel.metric, {}), "all")),
-            "curves": charts.columns(panel.rows, tasks.FIELDS),
-        }
-        for number, panel in enumerate(panels)
-    ]
+    ranges, drawings = tasks.drawings("copying", panels, styles)
     ids = {id(panel): drawing["id"] for panel, drawing in zip(panels, drawings, strict=True)}
     for section in sections:
         section["figures"] = [
@@ -85,13 +63,9 @@ def draw(
             for panel in section["panels"]
         ]
     drawn = scores.table.sort("model", "arm", "seed", "score", "against", "length")
-    title = card.titled(about.title)
     html = page.render(
         "copying.html.j2",
-        title=title,
-        about=about,
-        card=card,
-        keys=json.dumps(dict(keys), sort_keys=True, ensure_ascii=False),
+        **tasks.words(about, card, scores, output, keys, drawn),
         legend=styles,
         styles={style.name: style for style in styles},
         sections=sections,
@@ -99,19 +73,20 @@ def draw(
         packing=_packing(card),
         trained=_trained(card),
         interval=scores.interval,
-        certainty=task_text.certainty(scores.interval, scores.difference_interval, tasks.training_seeds(scores)),
-        comparisons=task_text.comparisons(tasks.differences(scores), scores.confidence),
-        write={"accuracy": task_text.accuracy, "signed": task_text.signed},
         tables=[(card.models[panel.model].label, tasks.data_table(panel, styles, panel.axis)) for panel in panels if panel.rows],
         drawings={"charts": drawings, "extents": ranges, "arms": [style.name for style in styles]},
-        siblings={name: output[name].name for name in OUTPUTS if name != "html"},
-        rows=drawn.height,
     )
     lines = [
         f"{text.listing([section['card'].label for section in sections])}. {card.budget}".strip(),
         f"Bands: {scores.interval}; dots: single seeds; dotted: chance.",
     ]
-    page.write(output, html, charts.stacked(_sheet(panels, styles, ranges, card), title, lines), drawn, "show fewer models")
+    page.write(
+        output,
+        html,
+        charts.stacked(_sheet(panels, styles, ranges, card), card.titled(about.title), lines),
+        drawn,
+        "show fewer models",
+    )
 
 
 def _panel(scores: Scores, card: Context, model: str, score: str, styles: Sequence[ArmStyle]) -> Panel:

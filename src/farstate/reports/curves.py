@@ -52,20 +52,13 @@ def draw(
     context: dict[str, Any],
     keys: Mapping[str, Any],
 ) -> None:
-    """Draw the tables of a comparison as a page, a static figure, its specification and its data.
+    """Draw the tables of a comparison (`page.Draw`).
 
-    Args:
-        about: what the figure asks.
-        inputs: under "comparison" one directory with curves, references, verdicts and ages (`.parquet`); under
-            "remembrance", if at all, those of the section that `farstate.reports.remembrance.section(directories, card, styles)`
-            returns as a `page.Section`.
-        output: a path each for html, svg, png, json and parquet, written whole or not at all.
-        context: see `farstate.reports.context.Context`.
-        keys: content keys of the results shown, carried by the page in `<meta name="farstate-keys">`.
+    Inputs: under "comparison" one directory with curves, references, verdicts and ages (`.parquet`); under "remembrance", if at all, those of
+    the section that `farstate.reports.remembrance.section(directories, card, styles)` returns as a `page.Section`.
 
     Raises:
-        FarstateError: a table or column is missing, a table is empty, a perplexity is not positive, `context`
-            is incomplete, or an output is not named.
+        FarstateError: as `page.Draw`; a perplexity is not positive.
     """
     page.check_outputs(output)
     (comparison,) = inputs["comparison"]

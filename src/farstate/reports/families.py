@@ -127,18 +127,13 @@ def draw(
     context: dict[str, Any],
     keys: Mapping[str, Any],
 ) -> None:
-    """Draw a family of curves as a page, a static figure, its specification and its data.
+    """Draw a family of curves (`page.Draw`).
 
-    Args:
-        about: what the figure asks; `about.family` is the kind of page.
-        inputs: under "comparison" one directory with curves and verdicts (`.parquet`).
-        output: a path each for html, svg, png, json and parquet, written whole or not at all.
-        context: see `farstate.reports.context.Context`; its `series` says which runs are drawn.
-        keys: content keys of the results shown, carried by the page in `<meta name="farstate-keys">`.
+    `about.family` is the kind of page; inputs: under "comparison" one directory with curves and verdicts (`.parquet`); the context's
+    `series` says which runs are drawn.
 
     Raises:
-        FarstateError: a table or column is missing, a table is empty, a series is not in the tables, `context` is
-            incomplete, or an output is not named.
+        FarstateError: as `page.Draw`; a series is not in the tables.
     """
     page.check_outputs(output)
     (comparison,) = inputs["comparison"]

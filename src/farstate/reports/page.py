@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 import polars
@@ -22,11 +22,37 @@ from markupsafe import Markup
 from farstate.errors import FarstateError
 from farstate.files import atomic_path, write_text
 from farstate.reports import text
+from farstate.reports.figures import About
 from farstate.reports.theme import ArmStyle, Spec, colour_on
 
 MAXIMUM_BYTES = 2_500_000
 OUTPUTS = ("html", "svg", "png", "json", "parquet")
 PNG_SCALE = 2.0
+
+
+class Draw(Protocol):
+    """`draw` of every module that draws pages: a page, a static figure, its specification and its data.
+
+    Args:
+        about: what the figure asks.
+        inputs: by role the results' directories; each module says which it reads.
+        output: a path each for html, svg, png, json and parquet, written whole or not at all.
+        context: see `farstate.reports.context.Context`.
+        keys: content keys of the results shown, carried by the page in `<meta name="farstate-keys">`.
+
+    Raises:
+        FarstateError: a table or a column is missing, a table is empty or holds what the page does not know, `context` is incomplete,
+            or an output is not named.
+    """
+
+    def __call__(
+        self,
+        about: About,
+        inputs: Mapping[str, Sequence[Path]],
+        output: Mapping[str, Path],
+        context: dict[str, Any],
+        keys: Mapping[str, Any],
+    ) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Reads the table of scores of a comparison and draws it; every number on the page
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from farstate.reports import charts, page, task_charts, task_text, tasks, text
 from farstate.reports.charts import Row
 from farstate.reports.context import read_context
 from farstate.reports.figures import About
-from farstate.reports.page import OUTPUTS
 from farstate.reports.task_charts import Map
 from farstate.reports.tasks import Scores
 from farstate.reports.theme import ArmStyle, Spec
@@ -38,19 +36,7 @@ def draw(
     context: dict[str, Any],
     keys: Mapping[str, Any],
 ) -> None:
-    """Draw a comparison as a page, a static figure, its specification and its data.
-
-    Args:
-        about: what the figure asks.
-        inputs: under "task" one directory with `scores.parquet`.
-        output: a path each for html, svg, png, json and parquet, written whole or not at all.
-        context: see `farstate.reports.context.Context`.
-        keys: content keys of the results shown, carried by the page in `<meta name="farstate-keys">`.
-
-    Raises:
-        FarstateError: the table or a column is missing, it holds what the page does not know, `context` is incomplete, or an output is
-            not named.
-    """
+    """Draw a comparison (`page.Draw`); inputs: under "task" one directory with `scores.parquet`."""
     page.check_outputs(output)
     card = read_context(context)
     scores = tasks.read(inputs["task"], card, tuple(SCORES))
@@ -115,30 +101,21 @@ def draw(
             sheet += _rows(columns)
         tables += [(label, table) for table in _tables(case)]
     drawn = scores.table.sort("model", "arm", "seed", "score", "against", "length", "depth")
-    title = card.titled(about.title)
     html = page.render(
         "passkey.html.j2",
-        title=title,
-        about=about,
-        card=card,
-        keys=json.dumps(dict(keys), sort_keys=True, ensure_ascii=False),
+        **tasks.words(about, card, scores, output, keys, drawn),
         sections=sections,
         remark=_remark(),
         interval=scores.interval,
         passing="state_passing" in {style.name for style in styles},
-        certainty=task_text.certainty(scores.interval, scores.difference_interval, tasks.training_seeds(scores)),
-        comparisons=task_text.comparisons(tasks.differences(scores), scores.confidence),
-        write={"accuracy": task_text.accuracy},
         tables=tables,
         drawings={"charts": drawings, "extents": {}, "arms": []},
-        siblings={name: output[name].name for name in OUTPUTS if name != "html"},
-        rows=drawn.height,
     )
     lines = [
         f"{text.listing([section['card'].label for section in sections])}. {card.budget}".strip(),
         "Share of keys told right, by length of the prompt and depth of the key; dark 0, bright 1.",
     ]
-    page.write(output, html, charts.stacked(sheet, title, lines), drawn, "show fewer models")
+    page.write(output, html, charts.stacked(sheet, card.titled(about.title), lines), drawn, "show fewer models")
 
 
 def _case(scores: Scores, model: str, label: str, styles: Sequence[ArmStyle]) -> task_text.Case:

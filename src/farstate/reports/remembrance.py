@@ -61,18 +61,7 @@ def draw(
     context: dict[str, Any],
     keys: Mapping[str, Any],
 ) -> None:
-    """Draw a comparison as a page of all distances, a static figure, its specification and its data.
-
-    Args:
-        about: what the figure asks.
-        inputs: under "remembrance" one directory with `remembrance.parquet`.
-        output: a path each for html, svg, png, json and parquet, written whole or not at all.
-        context: see `farstate.reports.context.Context`.
-        keys: content keys of the results shown, carried by the page in `<meta name="farstate-keys">`.
-
-    Raises:
-        FarstateError: the table or a column is missing, it is empty, `context` is incomplete, or an output is not named.
-    """
+    """Draw a comparison by all distances (`page.Draw`); inputs: under "remembrance" one directory with `remembrance.parquet`."""
     page.check_outputs(output)
     card = read_context(context)
     tables = _read(inputs["remembrance"])

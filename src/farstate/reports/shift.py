@@ -48,17 +48,9 @@ def draw(
     context: dict[str, Any],
     keys: Mapping[str, Any],
 ) -> None:
-    """Draw measurements of shifts as a page, a static figure, its specification and its data.
+    """Draw measurements of shifts (`page.Draw`).
 
-    Args:
-        about: what the figure asks.
-        inputs: under "shift" a directory for each model, arm and seed, with shift, association and swaps (`.parquet`).
-        output: a path each for html, svg, png, json and parquet, written whole or not at all.
-        context: see `farstate.reports.context.Context`.
-        keys: content keys of the results shown, carried by the page in `<meta name="farstate-keys">`.
-
-    Raises:
-        FarstateError: a table or column is missing, a table is empty, `context` is incomplete, or an output is not named.
+    Inputs: under "shift" a directory for each model, arm and seed, with shift, association and swaps (`.parquet`).
     """
     page.check_outputs(output)
     card = read_context(context)

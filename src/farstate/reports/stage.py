@@ -13,7 +13,7 @@ from farstate.files import read_manifest
 from farstate.params import flatten
 from farstate.provenance import commit, versions
 from farstate.reports.figures import FIGURES, About
-from farstate.reports.page import OUTPUTS
+from farstate.reports.page import OUTPUTS, Draw
 
 _ASSUMED = {
     *("weight_decay", "sigma", "carry_auxiliary", "reset_unit", "reset_auxiliary", "previous"),
@@ -76,7 +76,8 @@ def report_stage(wanted: Mapping[str, Any], folder: Path) -> None:
     }
     # Each kind of page has a module of its own; only the one that draws is loaded.
     module = importlib.import_module(f"farstate.reports.{about.draws}")
-    module.draw(
+    draw: Draw = module.draw
+    draw(
         about,
         inputs=inputs,
         output={kind: folder / f"{wanted['figure']}.{kind}" for kind in OUTPUTS},

@@ -61,18 +61,13 @@ def draw(
     context: dict[str, Any],
     keys: Mapping[str, Any],
 ) -> None:
-    """Draw a comparison of states as a page, a static figure, its specification and its data.
+    """Draw a comparison of states (`page.Draw`).
 
-    Args:
-        about: what the figure asks; `about.family` is `whole` or `heads`.
-        inputs: under "states" one directory with states and heads (`.parquet`), and a summary in its manifest.
-        output: a path each for html, svg, png, json and parquet, written whole or not at all.
-        context: see `farstate.reports.context.Context`; its figure's `heads` are those drawn, None: those that drift most.
-        keys: content keys of the results shown, carried by the page in `<meta name="farstate-keys">`.
+    `about.family` is `whole` or `heads`; inputs: under "states" one directory with states and heads (`.parquet`), and a summary in its
+    manifest; the context's figure says in `heads` which are drawn, None: those that drift most.
 
     Raises:
-        FarstateError: a table or column is missing, a table is empty, a head is asked for that no model has, `context` is
-            incomplete, or an output is not named.
+        FarstateError: as `page.Draw`; a head is asked for that no model has.
     """
     page.check_outputs(output)
     (directory,) = inputs["states"]

@@ -5,6 +5,7 @@ It filters and formats; every number on those pages is in the table of the compa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,9 +16,11 @@ import polars
 from farstate.errors import FarstateError
 from farstate.files import read_manifest
 from farstate.reference import PaperPoint
-from farstate.reports import task_text, text
+from farstate.reports import charts, task_charts, task_text, text
 from farstate.reports.charts import Row
 from farstate.reports.context import Context
+from farstate.reports.figures import About
+from farstate.reports.page import OUTPUTS
 from farstate.reports.tables import read_table, rounded
 from farstate.reports.task_charts import Panel, place
 from farstate.reports.theme import ArmStyle, arm_styles
@@ -308,3 +311,34 @@ def differences(scores: Scores) -> int:
     """How many differences over all seeds have an interval."""
     rows = (row for key, row in scores.rows.items() if key[3] is None and key[8])
     return sum(text.finite(row["low"]) and text.finite(row["high"]) for row in rows)
+
+
+def drawings(prefix: str, panels: Sequence[Panel], styles: Sequence[ArmStyle]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The ranges of all panels, and what the page's script draws: a chart for each, named by the prefix and its number."""
+    ranges = task_charts.extents(panels)
+    charted = [
+        {
+            **{"id": f"{prefix}-{number}", "metric": panel.metric, "near": 1},
+            "spec": task_charts.screen_panel(panel, styles, charts.joined(ranges.get(panel.metric, {}), "all")),
+            "curves": charts.columns(panel.rows, FIELDS),
+        }
+        for number, panel in enumerate(panels)
+    ]
+    return ranges, charted
+
+
+def words(
+    about: About, card: Context, scores: Scores, output: Mapping[str, Path], keys: Mapping[str, Any], drawn: polars.DataFrame
+) -> dict[str, Any]:
+    """What every template of a task is given."""
+    return {
+        "title": card.titled(about.title),
+        "about": about,
+        "card": card,
+        "keys": json.dumps(dict(keys), sort_keys=True, ensure_ascii=False),
+        "certainty": task_text.certainty(scores.interval, scores.difference_interval, training_seeds(scores)),
+        "comparisons": task_text.comparisons(differences(scores), scores.confidence),
+        "write": {"accuracy": task_text.accuracy, "signed": task_text.signed},
+        "siblings": {name: output[name].name for name in OUTPUTS if name != "html"},
+        "rows": drawn.height,
+    }
