@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,14 @@ def finished_clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def clone_with_results(finished_clone: Path, tmp_path: Path) -> Path:
     """A clone of its own with all results of `finished_clone` in it, to be edited freely."""
     return shutil.copytree(finished_clone, tmp_path / "clone", symlinks=True)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that is used before it is written shows up as NaN."""
+    torch.use_deterministic_algorithms(True)
+    previous = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = previous
+    torch.use_deterministic_algorithms(False)

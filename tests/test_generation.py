@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +39,7 @@ LENGTHS = [9, 1, 14, 6, 6, 2, 11]
 """Of prompts: around the window of the hybrid's attention (7) and the taps of the convolutions, in no order."""
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Memory that is used before it is written shows up as NaN."""
-    torch.use_deterministic_algorithms(True)
-    previous = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = previous
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,15 +23,7 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5}
 Op = Callable[..., tuple[Tensor, ...]]
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Memory that is used before it is written shows up as NaN."""
-    torch.use_deterministic_algorithms(True)
-    previous = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = previous
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def draw(generator: torch.Generator, *shape: int) -> Tensor:
