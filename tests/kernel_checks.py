@@ -35,17 +35,6 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Memory that is used before it is written shows up as NaN."""
-    torch.use_deterministic_algorithms(True)
-    previous = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = previous
-    torch.use_deterministic_algorithms(False)
-
-
 def strided(tensor: Tensor) -> Tensor:
     """Equal values with gaps of NaN between them, the dimensions in another order in memory."""
     order = list(range(tensor.dim()))[::-1]

@@ -17,7 +17,9 @@ from torch import Tensor
 import golden
 from farstate.ops import gated_delta
 from farstate.ops.gated_delta_chunks import GatedDelta, unit_lower_inverse
-from test_ops import compare, draw, outputs_and_gradients, poisoned_memory, worst_error  # noqa: F401 (a fixture)
+from test_ops import compare, draw, outputs_and_gradients, worst_error
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 IN_TIME = ("q", "k", "v", "log_decay", "beta")
 

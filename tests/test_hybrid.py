@@ -25,7 +25,9 @@ from farstate.models.language_model import LanguageModel
 from farstate.ops import attention
 from farstate.state import State
 from farstate.training.initial_states import Intervention, Run, build
-from test_ops import compare, draw, poisoned_memory  # noqa: F401 (a fixture)
+from test_ops import compare, draw
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 VOCABULARY = 20
 VARIANTS: list[dict[str, Any]] = [

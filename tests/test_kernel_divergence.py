@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,10 +17,7 @@ from farstate.ops import divergence
 TOLERANCE = 5e-6
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    with kernel_checks.poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(autouse=True)

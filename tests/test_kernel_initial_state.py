@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,10 +22,7 @@ HALF_TOLERANCE = 2.0**-10
 INCREMENT = ("dt", "A", "C", "initial_state")
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    with kernel_checks.poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def increment(**kw: Tensor) -> tuple[Tensor]:

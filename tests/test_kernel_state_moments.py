@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,10 +16,7 @@ from farstate.ops import gated_delta, gla, state_moments
 TOLERANCE = 2e-6
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    with kernel_checks.poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

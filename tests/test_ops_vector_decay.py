@@ -18,7 +18,9 @@ import golden
 from farstate.ops import gla, vector_decay, wkv6
 from farstate.ops.vector_decay_factored import FactoredDecays
 from farstate.ops.vector_decay_halves import HalvedDecays
-from test_ops import compare, draw, outputs_and_gradients, poisoned_memory, worst_error  # noqa: F401 (a fixture)
+from test_ops import compare, draw, outputs_and_gradients, worst_error
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 OPERATIONS = [gla, wkv6]
 IN_TIME = ("q", "r", "k", "v", "log_decay")

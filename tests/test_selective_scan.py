@@ -18,7 +18,9 @@ from torch import Tensor
 
 import golden
 from farstate.ops import selective_scan
-from test_ops import compare, draw, outputs_and_gradients, poisoned_memory, worst_error  # noqa: F401 (a fixture)
+from test_ops import compare, draw, outputs_and_gradients, worst_error
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def inputs(
