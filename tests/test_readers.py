@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from farstate.corpus.permutation import mix, permute
-from farstate.corpus.readers import Batch, OrderedStreams, ShuffledStreams, ShuffledWindows, held_out
+from farstate.corpus.readers import Batch, OrderedStreams, ShuffledStreams, ShuffledWindows, held_out, rank_rows
 from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
 from golden import check
@@ -259,3 +259,40 @@ def test_golden(store: TokenStore) -> None:
         "held_out": torch.tensor([[s.document_index, s.stretch, s.offset] for s in held_out(store, "test", 32, None, 2)]),
     }
     check("corpus", values)
+
+
+# --- any number of processes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("micro_batches", "world"), [(1, 1), (1, 2), (2, 2), (3, 4), (2, 6), (12, 2), (1, 24)])
+def test_processes_share_every_micro_batch(store: TokenStore, micro_batches: int, world: int) -> None:
+    """Micro-batch m of all processes together is micro-batch m of one, at any step, in any reader opened at any time."""
+    rows, steps = 24, 3
+    ordered = OrderedStreams(store, "train", T, rows, steps, 5, 4 * T)
+    makers = (
+        lambda: ShuffledWindows(store, "train", T, rows, 1),
+        lambda: OrderedStreams(store, "train", T, rows, steps, 5, 4 * T),
+        lambda: ShuffledStreams(ordered, 1),
+    )
+    for make in makers:
+        for step in (2, 0):
+            whole = make().batch(step)
+            shares = [make().batch(step, rank_rows(rows, micro_batches, rank, world)) for rank in range(world)]
+            for name in ("tokens", "document", "offset", "fresh"):
+                parts = [getattr(share, name).chunk(micro_batches) for share in shares]
+                assert {len(part) for of_rank in parts for part in of_rank} == {rows // micro_batches // world}
+                joined = torch.cat([of_rank[number] for number in range(micro_batches) for of_rank in parts])
+                assert torch.equal(joined, getattr(whole, name))
+
+
+def test_a_batch_that_cannot_be_shared_or_has_no_such_row(store: TokenStore) -> None:
+    with pytest.raises(FarstateError, match=r"24 rows .* in 2 micro-batches .* cannot be shared by 5 processes; .* divides 12"):
+        rank_rows(24, 2, 0, 5)
+    with pytest.raises(FarstateError, match="cannot be shared by 2 processes"):
+        rank_rows(1, 1, 0, 2)
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        rank_rows(4, 1, 2, 2)
+    reader = ShuffledWindows(store, "train", T, 4, 1)
+    for rows in ([4], [-1], [0, 9]):
+        with pytest.raises(IndexError, match="of a batch of 4"):
+            reader.batch(0, np.array(rows))

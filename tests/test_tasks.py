@@ -262,6 +262,13 @@ def test_the_seed_decides_the_order(tmp_path: Path) -> None:
     assert not torch.equal(first, other)
 
 
+def test_a_process_reads_its_rows_alone(tmp_path: Path) -> None:
+    rows = TaskRows(data_set(tmp_path), 30, 4, 1, "packed", 0.25)
+    whole, part = rows.batch(1), rows.batch(1, np.array([1, 3]))
+    for name in ("tokens", "document", "offset", "fresh", "weights"):
+        assert torch.equal(getattr(part, name), getattr(whole, name)[[1, 3]])
+
+
 def test_rows_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
     examples = data_set(tmp_path, lengths=(9, 9))
     with pytest.raises(FarstateError, match="of 21 tokens does not fit a row of 16"):

@@ -46,6 +46,41 @@ class Batch:
     weights: Tensor | None = None
 
 
+def rank_rows(rows: int, micro_batches: int, rank: int, world: int) -> Integers:
+    """The rows of a batch that process `rank` of `world` reads: (rows / world,) int64, ascending.
+
+    A batch is a function of the step, whatever reads it. Micro-batch m is rows m · rows / micro_batches onwards of the
+    whole batch; each process has a contiguous share of every micro-batch, so that micro-batch m of all processes
+    together is micro-batch m of a single one, and cutting these rows into `micro_batches` equal parts gives a process's own.
+
+    Raises:
+        FarstateError: a micro-batch's rows cannot be shared equally.
+    """
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} of {world}")
+    share, rest = divmod(rows, micro_batches * world)
+    if rest or not share:
+        raise FarstateError(
+            f"a batch of {rows} rows (recipe.batch_tokens / context) in {micro_batches} micro-batches (recipe.micro_batches) cannot be "
+            f"shared by {world} processes; run with a number of processes that divides {rows // micro_batches}"
+        )
+    parts = np.arange(micro_batches, dtype=np.int64) * (share * world)
+    return (parts[:, None] + rank * share + np.arange(share, dtype=np.int64)).ravel()
+
+
+def chosen(rows: Integers | None, batch_size: int) -> Integers:
+    """The given rows of a batch, or all of it.
+
+    Raises:
+        IndexError: the batch has no such row.
+    """
+    if rows is None:
+        return np.arange(batch_size, dtype=np.int64)
+    if rows.size and not 0 <= rows.min() <= rows.max() < batch_size:
+        raise IndexError(f"rows {rows} of a batch of {batch_size}")
+    return rows
+
+
 class ShuffledWindows:
     """Windows in shuffled order, epoch after epoch, for pre-training.
 
@@ -74,9 +109,9 @@ class ShuffledWindows:
         self._starts = self._ends - counts
         self.windows = int(self._ends[-1])
 
-    def batch(self, step: int) -> Batch:
-        """The batch of `step` = 0, 1, …; every row is fresh."""
-        number = np.arange(step * self._batch_size, (step + 1) * self._batch_size, dtype=np.int64)
+    def batch(self, step: int, rows: Integers | None = None) -> Batch:
+        """The batch of `step` = 0, 1, …, or the given rows of it; every row is fresh."""
+        number = step * self._batch_size + chosen(rows, self._batch_size)
         epoch, place = np.divmod(number, self.windows)
         window = permute(place, self.windows, self._seed, _WINDOWS, epoch)
         document = np.searchsorted(self._ends, window, side="right")
@@ -125,11 +160,11 @@ class OrderedStreams:
             )
         self._schedule(counts, windows if stretch_tokens is None else stretch_tokens // context, seed)
 
-    def batch(self, step: int) -> Batch:
-        """The batch of `step` in [0, steps)."""
+    def batch(self, step: int, rows: Integers | None = None) -> Batch:
+        """The batch of `step` in [0, steps), or the given rows of it."""
         if not 0 <= step < self.steps:
             raise IndexError(f"step {step} of {self.steps}")
-        rows = np.arange(self.batch_size, dtype=np.int64)
+        rows = chosen(rows, self.batch_size)
         document, offset, first = self.locate(np.full_like(rows, step), rows)
         return _batch(self._store, self._table, document, offset, self.context, first == step)
 
@@ -177,16 +212,16 @@ class ShuffledStreams:
         self._seed = seed
         self.steps = streams.steps
 
-    def batch(self, step: int) -> Batch:
-        """The batch of `step` in [0, steps)."""
+    def batch(self, step: int, rows: Integers | None = None) -> Batch:
+        """The batch of `step` in [0, steps), or the given rows of it."""
         streams = self._streams
         if not 0 <= step < streams.steps:
             raise IndexError(f"step {step} of {streams.steps}")
-        rows = streams.batch_size
-        number = np.arange(step * rows, (step + 1) * rows, dtype=np.int64)
-        source_step, source_row = np.divmod(permute(number, rows * streams.steps, self._seed, _SHUFFLE), rows)
+        size = streams.batch_size
+        number = step * size + chosen(rows, size)
+        source_step, source_row = np.divmod(permute(number, size * streams.steps, self._seed, _SHUFFLE), size)
         document, offset, _ = streams.locate(source_step, source_row)
-        return _batch(streams._store, streams._table, document, offset, streams.context, np.ones(rows, dtype=np.bool_))
+        return _batch(streams._store, streams._table, document, offset, streams.context, np.ones(number.size, dtype=np.bool_))
 
 
 @dataclass(frozen=True)

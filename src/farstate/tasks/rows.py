@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from farstate.corpus.permutation import permute
-from farstate.corpus.readers import Batch
+from farstate.corpus.readers import Batch, chosen
 from farstate.errors import FarstateError
 from farstate.tasks.examples import Examples, Tokens
 
@@ -68,16 +68,16 @@ class TaskRows:
         """Whole batches in one reading; the last broken one is left out."""
         return self._starts.size // self._batch_size
 
-    def batch(self, step: int) -> Batch:
-        """The batch of `step` in [0, steps), with weights; every row is fresh."""
+    def batch(self, step: int, rows: Tokens | None = None) -> Batch:
+        """The batch of `step` in [0, steps), or the given rows of it, with weights; every row is fresh."""
         if not 0 <= step < self.steps:
             raise IndexError(f"step {step} of {self.steps}")
-        rows, context = self._batch_size, self._context
-        tokens = np.zeros((rows, context + 1), dtype=np.int64)
-        weights = np.zeros((rows, context), dtype=np.float32)
-        first = np.zeros(rows, dtype=np.int64)
-        for row in range(rows):
-            number = step * rows + row
+        numbers = step * self._batch_size + chosen(rows, self._batch_size)
+        size, context = numbers.size, self._context
+        tokens = np.zeros((size, context + 1), dtype=np.int64)
+        weights = np.zeros((size, context), dtype=np.float32)
+        first = np.zeros(size, dtype=np.int64)
+        for row, number in enumerate(numbers.tolist()):
             start = int(self._starts[number])
             end = int(self._starts[number + 1]) if number + 1 < self._starts.size else self._order.size
             first[row] = self._order[start]
@@ -93,8 +93,8 @@ class TaskRows:
         return Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(first),
-            torch.zeros(rows, dtype=torch.int64),
-            torch.ones(rows, dtype=torch.bool),
+            torch.zeros(size, dtype=torch.int64),
+            torch.ones(size, dtype=torch.bool),
             torch.from_numpy(weights),
         )
 
