@@ -37,6 +37,7 @@ Output = Annotated[Path | None, typer.Option(help="result directory; default: th
 
 
 def _run(record: Path, output: Path | None, rule: str, work: Callable[[Stage], dict[str, Any] | None]) -> None:
+    from farstate import integrity
     from farstate.ops import backends
     from farstate.provenance import write_provenance
 
@@ -44,6 +45,7 @@ def _run(record: Path, output: Path | None, rule: str, work: Callable[[Stage], d
     stage = Stage(record, output, rule)
     with backends.use(stage.settings.backend) as operations:
         facts = work(stage)
+    integrity.note(stage.output)
     write_provenance(stage.record, stage.output, started, facts, operations.record())
 
 
@@ -761,6 +763,44 @@ def supersede(
             typer.echo(f"superseded {'reports' if phase == 'report' else f'results/{phase}'}/{name}")
         if phase in PHASES:
             plan.write_recorded(root, phase)
+
+
+@app.command()
+def verify(
+    results: Annotated[
+        list[Path] | None, typer.Argument(help="result folders; default: every finished one in results/", show_default=False)
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="delete what is damaged, so that the next run makes it again")] = False,
+) -> None:
+    """Read every byte of finished results and hold it against the checksums that were written with them."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from farstate import integrity
+    from farstate.files import MANIFEST, only_one
+    from farstate.plan import RUN_LOCK
+
+    root = Path.cwd()
+    with only_one(root / RUN_LOCK, "a Snakemake run in this folder"):  # it may be writing what would be read
+        found = [path.parent for path in sorted(root.glob(f"results/*/*/{MANIFEST}"))] if results is None else results
+        directories = [path.relative_to(root) if path.is_relative_to(root) else path for path in found]
+        wrong = {}
+        columns = (TextColumn("verify"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("verify", total=sum(map(integrity.size, directories)))
+            for directory in directories:
+                if problems := integrity.damaged(directory, lambda size: progress.advance(task, size)):
+                    wrong[directory] = problems
+                    for problem in problems:
+                        typer.echo(f"damaged: {problem}")
+        for directory in wrong if remove else ():
+            integrity.remove(directory)
+            typer.echo(f"removed {directory}")
+    typer.echo(f"{len(directories)} results read, {len(wrong)} damaged")
+    if wrong and not remove:
+        raise FarstateError(
+            f"{len(wrong)} damaged; `farstate verify --remove` deletes them, then run Snakemake again or `dvc pull`"
+        )
 
 
 @app.command()

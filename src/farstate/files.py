@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +21,11 @@ MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
 
 
+def _part(final: Path) -> Path:
+    """A temporary sibling's name that no other process has, on whatever host it runs."""
+    return final.with_name(f".{final.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+
+
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a temporary sibling of `path` to write to; on success it becomes `path`, on failure it is removed.
@@ -27,7 +35,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = final.with_name(f".{final.name}.{os.getpid()}.part")
+    temporary = _part(final)
     try:
         yield temporary
         with open(temporary, "rb") as handle:
@@ -46,7 +54,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = final.with_name(f".{final.name}.{os.getpid()}.part")
+    temporary = _part(final)
     temporary.mkdir()
     try:
         yield temporary
@@ -126,10 +134,14 @@ def read_manifest(directory: str | os.PathLike[str], *, verify: bool = False) ->
 
 
 @contextmanager
-def only_one(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+def only_one(path: str | os.PathLike[str], what: str) -> Iterator[str]:
     """Hold an exclusive lock on the file `path` while `what` runs; a second run is refused in one line.
 
-    The kernel drops the lock when the process dies, however it dies: nothing is left to clean up.
+    The kernel drops the lock when the process dies, however it dies: nothing is left to clean up. The lock spares a second
+    run its work; results do not rest on it, since a file system may have none (then it is not held) or keep it to one host.
+
+    Yields:
+        the host whose holder died before it let go, empty where the last one ended in order.
     """
     lock = Path(path)
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -138,10 +150,19 @@ def only_one(path: str | os.PathLike[str], what: str) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.read(handle, 64).decode(errors="replace").strip() or "unknown"
+            owner = _content(handle) or "unknown"
             raise FarstateError(f"{what} is already running (process {owner}, lock {lock}); wait for it or stop it") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                raise
+        before = _content(handle).partition(" on ")[2]
         os.ftruncate(handle, 0)
-        os.write(handle, str(os.getpid()).encode())
-        yield
+        os.pwrite(handle, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield before
+        os.ftruncate(handle, 0)
     finally:
         os.close(handle)
+
+
+def _content(handle: int) -> str:
+    return os.pread(handle, 256, 0).decode(errors="replace").strip()

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from farstate import integrity
 from farstate.errors import FarstateError
 from farstate.files import read_json, read_manifest
 from farstate.settings import current_settings
@@ -22,9 +23,14 @@ class Stage:
         self.params: dict[str, Any] = self.record["params"]
         self.output = output or Path(self.record["directory"])
         self.settings, self.verify = current_settings()
+        # Of several processes of one training the first reads every byte, the others rely on it.
+        first = os.environ.get("RANK", "0") == "0"
         for role in self.record["upstream"]:
             for directory in self.many(role):
-                read_manifest(directory, verify=self.verify)
+                if first:
+                    integrity.hold(directory, always=self.verify)
+                else:
+                    read_manifest(directory)
         self.output.mkdir(parents=True, exist_ok=True)
         if not os.access(self.output, os.W_OK):
             raise FarstateError(f"no permission to write '{self.output}': make the folder writable or run Farstate where it is")

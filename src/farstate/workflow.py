@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -111,11 +113,15 @@ def _only_main_process(root: Path) -> None:
     """Hold this folder's run lock until the process ends, and clear what a killed Snakemake left of its own locks.
 
     Snakemake's lock files survive a kill -9 and would refuse the next call. Ours is dropped by the kernel: whoever
-    holds it knows that no other main process lives here.
+    holds it knows that no other main process lives on this host. One that did not end in order on another host may live
+    there still, where the file system keeps locks to one host: then Snakemake's own stay, and it says what to do.
     """
     holder = only_one(root / RUN_LOCK, "a Snakemake run in this folder")
-    holder.__enter__()
+    before = holder.__enter__()
     _HELD.append(holder)
+    atexit.register(holder.__exit__, None, None, None)
+    if before not in ("", socket.gethostname()):
+        return
     for stale in (root / ".snakemake" / "locks").glob("*"):
         stale.unlink(missing_ok=True)
 
