@@ -20,6 +20,7 @@ from farstate.params import merge, read_yaml
 _SHOWN = 80
 
 Threads = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1)]
 
 
 class _Strict(BaseModel):
@@ -35,6 +36,19 @@ class ThreadsPerRule(_Strict):
     evaluate: Threads = 1
 
 
+class Distributed(_Strict):
+    """How one training job uses several devices; results agree to float32 tolerance whatever stands here."""
+
+    processes: Count = Field(1, description="processes of a training job on each node, one per GPU, started by torchrun")
+    nodes: Count = Field(1, description="nodes of a training job")
+    mode: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="ddp: every process holds the whole model; fsdp: weights, gradients and optimizer are shared out"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="keep only what enters each block and compute the rest again in the backward pass"
+    )
+
+
 class Settings(_Strict):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
     backend: Backend = Field(
@@ -43,6 +57,11 @@ class Settings(_Strict):
         "naive there; `farstate doctor` shows which",
     )
     threads: ThreadsPerRule = ThreadsPerRule()
+    distributed: Distributed = Distributed()
+    split_micro_batches: Count = Field(
+        1,
+        description="each micro-batch of a recipe is computed in so many parts, to need less memory; not with `previous: micro_batch`",
+    )
     checkpoint_seconds: Annotated[float, Field(gt=0)] = Field(60.0, description="time between checkpoints for resuming")
     scratch: str = Field(".farstate/scratch", description="folder for checkpoints; put it on a fast disk")
     evaluation_rows: Annotated[int, Field(ge=1)] = Field(32, description="sequences evaluated side by side")
@@ -79,6 +98,10 @@ def _validate(data: dict[str, Any], where: str) -> Settings:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            known = [*Settings.model_fields, *(f"threads.{name}" for name in ThreadsPerRule.model_fields)]
+            known = [
+                *Settings.model_fields,
+                *(f"threads.{name}" for name in ThreadsPerRule.model_fields),
+                *(f"distributed.{name}" for name in Distributed.model_fields),
+            ]
             raise FarstateError(f"{where}: {key}: unknown setting{nearest(key, known)}; known: {', '.join(known)}") from None
         raise FarstateError(f"{where}: {key}: {first['input']!r} is not allowed; {first['msg']}") from None
