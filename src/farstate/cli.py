@@ -804,6 +804,20 @@ def verify(
 
 
 @app.command()
+def summary(
+    params: Annotated[Path, typer.Option(help="the parameters that say which figures there are")] = Path("params.yaml"),
+) -> None:
+    """Write the figures' main numbers into `summary/`, for `dvc metrics` and `dvc plots`."""
+    from farstate.params import load
+    from farstate.plan import Plan
+    from farstate.sources import read_lock
+    from farstate.summary import describe, write_summary
+
+    for line in describe(write_summary(Plan(load(params), read_lock()), Path.cwd())):
+        typer.echo(line)
+
+
+@app.command()
 def check(
     params: Annotated[Path, typer.Argument(help="the parameter file")] = Path("params.yaml"),
 ) -> None:
