@@ -1,30 +1,29 @@
-"""The evaluation stages as the command line calls them: from a stage's record to the functions' arguments."""
+"""The evaluation stages as the command line calls them: from a stage's record to the functions' arguments.
+
+Each loads what it computes with, and no more: a comparison of tables starts without torch.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from farstate.errors import FarstateError
-from farstate.evaluation.compare import compare
-from farstate.evaluation.compare_remembrance import compare_remembrance
-from farstate.evaluation.compare_states import compare_states
-from farstate.evaluation.perplexity import EvaluationSettings, evaluate
 from farstate.evaluation.progress import PhaseProgress, ScoringProgress, StreamProgress
-from farstate.evaluation.published import Procedure, perplexity_of_text, report
-from farstate.evaluation.remembrance import evaluate_remembrance
-from farstate.evaluation.shift import evaluate_shift
-from farstate.evaluation.states import states
 from farstate.grid import snapshot_file
-from farstate.models.importing import locate
 from farstate.ops import backends
 from farstate.params import Compare, Evaluate, Remembrance, Shift, States, as_written
 from farstate.settings import current_settings
 from farstate.stages import Stage
 
+if TYPE_CHECKING:
+    from farstate.evaluation.perplexity import EvaluationSettings
+
 
 def perplexity_stage(stage: Stage) -> None:
     """Measure the model that the record names."""
+    from farstate.evaluation.perplexity import evaluate
+
     with ScoringProgress(stage.output.name) as progress:
         evaluate(
             **_common(stage),
@@ -47,6 +46,8 @@ def _common(stage: Stage) -> dict[str, Any]:
 
 def evaluation_settings(stage: Stage) -> EvaluationSettings:
     """Where and how this stage computes."""
+    from farstate.evaluation.perplexity import EvaluationSettings
+
     return EvaluationSettings(
         device=_device(stage.settings.device),
         threads=stage.threads,
@@ -88,6 +89,10 @@ def perplexity_command(
     Raises:
         FarstateError: as `perplexity_of_text`, or an argument that is not allowed.
     """
+    from farstate.evaluation.perplexity import EvaluationSettings
+    from farstate.evaluation.published import Procedure, perplexity_of_text, report
+    from farstate.models.importing import locate
+
     settings, _ = current_settings()
     where = _device(device or settings.device)
     path = locate(checkpoint)
@@ -119,6 +124,8 @@ def _device(name: str) -> str:
 
 def compare_stage(stage: Stage) -> None:
     """Compare the arms of the figure that the record names."""
+    from farstate.evaluation.compare import compare
+
     compare(
         **_comparison(stage),
         trainings=stage.params["trainings"],
@@ -127,6 +134,8 @@ def compare_stage(stage: Stage) -> None:
 
 def states_stage(stage: Stage) -> None:
     """Measure the states of the model that the record names."""
+    from farstate.evaluation.states import states
+
     with ScoringProgress(stage.output.name) as progress:
         states(
             **_common(stage),
@@ -137,6 +146,8 @@ def states_stage(stage: Stage) -> None:
 
 def remembrance_stage(stage: Stage) -> None:
     """Measure what the model that the record names remembers."""
+    from farstate.evaluation.remembrance import evaluate_remembrance
+
     with ScoringProgress(stage.output.name) as progress:
         evaluate_remembrance(
             **_common(stage),
@@ -147,11 +158,15 @@ def remembrance_stage(stage: Stage) -> None:
 
 def compare_states_stage(stage: Stage) -> None:
     """Compare the states of the arms of the figure that the record names."""
+    from farstate.evaluation.compare_states import compare_states
+
     compare_states(**_comparison(stage))
 
 
 def shift_stage(stage: Stage) -> None:
     """Compare the states of the model that the record names with those that its training met."""
+    from farstate.evaluation.shift import evaluate_shift
+
     with PhaseProgress(stage.output.name) as progress:
         evaluate_shift(
             **_common(stage),
@@ -164,4 +179,6 @@ def shift_stage(stage: Stage) -> None:
 
 def compare_remembrance_stage(stage: Stage) -> None:
     """Compare what the arms of the figure that the record names remember."""
+    from farstate.evaluation.compare_remembrance import compare_remembrance
+
     compare_remembrance(**_comparison(stage))
