@@ -200,31 +200,9 @@ def documents(record: Record, output: Output = None) -> None:
     """Read one source into documents with boundaries, origin and split."""
 
     def work(stage: Stage) -> None:
-        from farstate import sources
-        from farstate.corpus.documents import write_documents
-        from farstate.params import Corpus, Source, as_written
-        from farstate.plan import outside_of
+        from farstate.corpus.stages import documents_stage
 
-        given = stage.params
-        source = Source.model_validate(as_written({"name": given["source_name"], **given["source"]}))
-        corpus = Corpus.model_validate(
-            as_written(
-                {
-                    "sources": [{"name": given["source_name"], **given["source"]}],
-                    "damaged_records": given["damaged_records"],
-                    "minimum_bytes": given["minimum_bytes"],
-                    "split": given["split"],
-                }
-            )
-        )
-        files, revision = None, None
-        if source.package is None:
-            entry = sources.check(outside_of(source), verify=stage.verify)
-            revision = entry.get("revision")
-            files = [sources.inputs_root() / given["file"]] if given["file"] is not None else None
-        archives = stage.many("archive")
-        archive = archives[0] / "archive" if archives else None
-        write_documents(source, corpus, stage.output, archive=archive, files=files, revision=revision)
+        documents_stage(stage)
 
     _run(record, output, "documents", work)
 
@@ -263,17 +241,20 @@ def tokens(record: Record, output: Output = None) -> None:
     """Tokenise one shard of documents into a memory-mapped file."""
 
     def work(stage: Stage) -> None:
+        from farstate.corpus.progress import DocumentProgress
         from farstate.corpus.tokens import write_tokens
         from farstate.params import Store
 
-        write_tokens(
-            stage.one("documents") / "documents.parquet",
-            stage.one("tokenizer") / "tokenizer.json",
-            Store.model_validate(stage.params["store"]),
-            stage.params["vocabulary_size"],
-            stage.output,
-            threads=stage.threads,
-        )
+        with DocumentProgress(stage.label) as progress:
+            write_tokens(
+                stage.one("documents") / "documents.parquet",
+                stage.one("tokenizer") / "tokenizer.json",
+                Store.model_validate(stage.params["store"]),
+                stage.params["vocabulary_size"],
+                stage.output,
+                threads=stage.threads,
+                progress=progress,
+            )
 
     _run(record, output, "tokens", work)
 
@@ -738,8 +719,11 @@ def register(
             typer.echo(f"{path}: nothing to register, its sources are pinned packages")
         for item in outside:
             entry = sources.register(item)
-            what = entry.get("revision") or f"{len(entry['files'])} file(s), {sum(f['bytes'] for f in entry['files']):,} bytes"
-            typer.echo(f"registered {item.kind} {item.where}: {what}")
+            files = entry.get("files", [])
+            what = [f"revision {entry['revision']}"] if "revision" in entry else []
+            if files:
+                what.append(f"{len(files)} file(s), {sum(file['bytes'] for file in files):,} bytes")
+            typer.echo(f"registered {item.kind} {item.where}: {', '.join(what)}")
 
 
 @app.command()

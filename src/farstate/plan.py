@@ -236,19 +236,25 @@ class Plan:
             yield self.add(stage(source.name, source.sha256, None, {"archive": (archive,)}))
         elif source.hub is not None:
             outside = outside_of(source)
-            yield self.add(stage(source.name, sources.content(outside, self.lock), None, {}))
+            registered = self.lock.get(outside.name, {}).get("files", [])
+            entries = _included(source, [(record["path"], sources.checksum(record)) for record in registered])
+            if not registered:  # streamed as a whole
+                yield self.add(stage(source.name, sources.content(outside, self.lock), None, {}))
+            elif not entries:
+                raise FarstateError(
+                    f"corpus source '{source.name}': exclude leaves none of the {len(registered)} files of {outside.where}"
+                )
+            for number, (path, content) in enumerate(entries):
+                yield self.add(stage(_shard_name(source, number, path), content, path, {}))
         else:
             outside = outside_of(source)
             registered = self.lock.get(outside.name, {}).get("files", [])
             entries = [(record["path"], record["sha256"]) for record in registered]
             if not entries:
                 entries = [(str(path), sources.UNREGISTERED) for path in sources.local_files(outside)]
-            entries = [entry for entry in entries if not any(matches(entry[0], pattern) for pattern in source.exclude)]
-            if not entries:
-                entries = [(source.files or "", sources.UNREGISTERED)]
+            entries = _included(source, entries) or [(source.files or "", sources.UNREGISTERED)]
             for number, (path, content) in enumerate(entries):
-                short = re.sub(r"[^A-Za-z0-9_]+", "_", Path(path).name.split(".")[0]) or "file"
-                yield self.add(stage(f"{source.name}.{number:04d}_{short}", content, path, {}))
+                yield self.add(stage(_shard_name(source, number, path), content, path, {}))
 
     def _package(self, pin: str, sha256: str, archive: str) -> Stage:
         return self.add(
@@ -715,7 +721,18 @@ def record_path(directory: str) -> Path:
     return SCRATCH / "stages" / f"{directory.removeprefix('results/').replace('/', '.')}.json"
 
 
+def _included(source: Source, entries: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [entry for entry in entries if not any(matches(entry[0], pattern) for pattern in source.exclude)]
+
+
+def _shard_name(source: Source, number: int, path: str) -> str:
+    short = re.sub(r"[^A-Za-z0-9_]+", "_", Path(path).name.split(".")[0]) or "file"
+    return f"{source.name}.{number:04d}_{short}"
+
+
 def outside_of(source: Source) -> sources.Outside:
+    if source.hub is not None and source.members is not None:
+        return sources.Outside("hub", f"{source.hub}:{source.members}")
     if source.hub is not None:
         return sources.Outside("hub", f"{source.hub}@{source.subset or 'default'}/{source.hub_split}")
     return sources.Outside("files", source.files or "")

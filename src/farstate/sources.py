@@ -1,7 +1,7 @@
 """Outside inputs by content: `config/sources.lock`, written by `farstate register`.
 
 Local files, hub data sets and published checkpoints enter a key by what they contain. The lock file holds, for
-each, sizes and SHA-256 of its files, or the hub revision; the dates under which a file was last found right are kept in
+each, sizes and SHA-256 of its files, or the hub revision (of a data set also its files); the dates under which a file was last found right are kept in
 `.farstate/`, so that the lock is the same everywhere. Packages and their checksums stand in the
 parameters themselves and need no entry.
 """
@@ -77,6 +77,11 @@ def content(outside: Outside, lock: dict[str, Any]) -> Any:
     return [record["sha256"] for record in entry["files"]]
 
 
+def checksum(record: dict[str, Any]) -> str:
+    """What stands for one registered file of a hub data set in a key: what it contains, whatever the revision."""
+    return f"sha256:{record['sha256']}" if "sha256" in record else f"git:{record['git_sha1']}"
+
+
 def registered_files(outside: Outside, lock: dict[str, Any]) -> list[str]:
     """Paths of the registered files of an input, in the order of their checksums in the key."""
     entry = lock.get(outside.name) or {}
@@ -94,6 +99,10 @@ def register(outside: Outside, *, path: Path = LOCK) -> dict[str, Any]:
         entry: dict[str, Any] = {"files": [_describe(inputs_root() / file) | {"path": file.as_posix()} for file in files]}
     elif outside.kind == "files":
         raise FarstateError(f"{outside.where}: no file matches; give an existing path or glob")
+    elif outside.kind == "hub":
+        from farstate.corpus import hub
+
+        entry = hub.describe(outside.where)
     else:
         entry = {"revision": _hub_revision(outside)}
     lock = read_lock(path)
@@ -102,10 +111,13 @@ def register(outside: Outside, *, path: Path = LOCK) -> dict[str, Any]:
     return entry
 
 
-def check(outside: Outside, *, verify: bool = False, path: Path = LOCK) -> dict[str, Any]:
+def check(outside: Outside, *, only: str | None = None, verify: bool = False, path: Path = LOCK) -> dict[str, Any]:
     """Hold an outside input against the lock before it is read, and return its entry.
 
     Size and date are compared; a date that was not seen with this content before, or `verify`, lets the checksum decide.
+
+    Args:
+        only: the one registered file that is read; the others are left alone.
 
     Raises:
         FarstateError: it is not registered, a file is missing, its content changed, or more files match than are registered.
@@ -114,12 +126,16 @@ def check(outside: Outside, *, verify: bool = False, path: Path = LOCK) -> dict[
     entry: dict[str, Any] | None = read_lock(where).get(outside.name)
     if entry is None:
         raise FarstateError(f"{outside.where}: not registered in {path}; run `farstate register` and commit {path}")
+    if "revision" in entry:  # what is read at a revision is held against its checksum by who reads it
+        return entry
     records = entry.get("files", [])
     new = {file.as_posix() for file in local_files(outside)} - {record["path"] for record in records}
     if records and new:
         raise FarstateError(f"{min(new)}: matches '{outside.where}' but is not registered in {path}; run `farstate register`")
     seen = _read_seen()
     for record in records:
+        if only is not None and record["path"] != only:
+            continue
         file = inputs_root() / record["path"]
         if not file.exists():
             raise FarstateError(f"{file}: registered in {path} but missing; bring it back or run `farstate register`")
@@ -164,10 +180,9 @@ def _describe(file: Path) -> dict[str, Any]:
 def _hub_revision(outside: Outside) -> str:
     from huggingface_hub import HfApi
 
-    name = outside.where.partition("@")[0]
+    name = outside.where
     try:
-        api = HfApi()
-        info = api.dataset_info(name) if outside.kind == "hub" else api.model_info(hub_parts(name)[0])
+        info = HfApi().model_info(hub_parts(name)[0])
     except Exception as error:  # the client raises many kinds; to the user they are one
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FarstateError(

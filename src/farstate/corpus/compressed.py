@@ -7,7 +7,7 @@ import gzip
 import lzma
 import zlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import PurePath
 from typing import IO, cast
 
 import zstandard
@@ -21,19 +21,23 @@ _ZSTD_INPUT = 1 << 16
 _ZSTD_WINDOW = 1 << 31
 
 
-def blocks(path: Path) -> Iterator[bytes]:
+def blocks(path: PurePath, stream: IO[bytes] | None = None) -> Iterator[bytes]:
     """The decompressed bytes of `path`, in blocks; the suffix tells the format, no known suffix means plain.
+
+    Args:
+        stream: the compressed bytes, closed at the end; by default the file is opened.
 
     Raises:
         FarstateError: the file is missing, unreadable, damaged or ends before its compressed stream does.
     """
     try:
-        if path.suffix == ".zst":
-            yield from _zstd(path)
-        else:
-            with _opened(path) as stream:
-                while block := stream.read(_BLOCK):
-                    yield block
+        with open(path, "rb") if stream is None else stream as raw:
+            if path.suffix == ".zst":
+                yield from _zstd(path, raw)
+            else:
+                with _opened(path, raw) as plain:
+                    while block := plain.read(_BLOCK):
+                        yield block
     except FileNotFoundError:
         raise FarstateError(f"{path}: no such file") from None
     except PermissionError:
@@ -62,36 +66,35 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield last
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _opened(path: PurePath, raw: IO[bytes]) -> IO[bytes]:
     if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path, "rb"))
+        return cast(IO[bytes], gzip.open(raw, "rb"))
     if path.suffix == ".xz":
-        return lzma.open(path, "rb")
+        return lzma.open(raw, "rb")
     if path.suffix == ".bz2":
-        return bz2.open(path, "rb")
-    return open(path, "rb")
+        return bz2.open(raw, "rb")
+    return raw
 
 
-def _zstd(path: Path) -> Iterator[bytes]:
+def _zstd(path: PurePath, raw: IO[bytes]) -> Iterator[bytes]:
     # The library's file reader takes the end of the file for the end of the data, wherever it comes:
     # frames are followed by hand, so that a file that stops inside one is noticed.
     decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     frame = None
     seen_any = False
-    with open(path, "rb") as handle:
-        while block := handle.read(_ZSTD_INPUT):
-            seen_any = True
-            while block:
-                if frame is None:
-                    frame = decompressor.decompressobj()
-                if data := frame.decompress(block):
-                    yield data
-                block = frame.unused_data if frame.eof else b""
-                if frame.eof:
-                    frame = None
+    while block := raw.read(_ZSTD_INPUT):
+        seen_any = True
+        while block:
+            if frame is None:
+                frame = decompressor.decompressobj()
+            if data := frame.decompress(block):
+                yield data
+            block = frame.unused_data if frame.eof else b""
+            if frame.eof:
+                frame = None
     if frame is not None or not seen_any:
         raise _truncated(path)
 
 
-def _truncated(path: Path) -> FarstateError:
+def _truncated(path: PurePath) -> FarstateError:
     return FarstateError(f"{path}: truncated, its {path.suffix} stream has no end; fetch or copy the file again")

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from contextlib import closing
-from itertools import islice
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from farstate.corpus import stage
-from farstate.corpus.records import Record, Records, read_archive, read_files, read_hub
+from farstate.corpus.hub import ChangedInput, HubFile
+from farstate.corpus.records import Damage, Records, read_archive, read_files, read_hub
 from farstate.corpus.sources import resolve_files
+from farstate.corpus.spool import Spool
 from farstate.errors import FarstateError
 from farstate.files import atomic_path, write_manifest
+from farstate.numerics import NUMERICS
 from farstate.params import Corpus, Source, Split
 
 SCHEMA = pa.schema(
@@ -35,6 +38,8 @@ SCHEMA = pa.schema(
 # A row group is what one process holds in memory, here and when it is tokenised.
 _GROUP_BYTES = 8 << 20
 _GROUP_DOCUMENTS = 16_384
+_SEEN_CACHE_KIB = 32 << 10
+_INSERT = "INSERT OR IGNORE INTO seen VALUES (?)"
 
 
 def write_documents(
@@ -43,48 +48,86 @@ def write_documents(
     output: Path,
     *,
     archive: Path | None = None,
-    files: list[Path] | None = None,
+    files: Sequence[Path | HubFile] | None = None,
     revision: str | None = None,
+    inputs: list[dict[str, Any]] | None = None,
     progress: stage.Progress | None = None,
 ) -> None:
     """Write `documents.parquet` (see SCHEMA) and a manifest with counts to the directory `output`.
 
     A document is dropped when it is shorter than `corpus.minimum_bytes` or has the content of an earlier one
-    of the source. Memory holds one row group (8 MiB of text, or a single longer document) whatever the input's size.
+    of the source. Memory holds one row group (8 MiB of text, or a single longer document) whatever the input's size; the
+    identities that were met lie on disk. A run that was killed goes on after the last row group on disk (at most a second
+    before), and ends with the same bytes as an undisturbed one.
 
     Args:
         archive: the fetched package (or the directory that holds it), for a source of kind package.
-        files: the local files, for a source of kind files; by default those that its glob names now.
-        revision: of a hub data set, as registered; None: its newest.
+        files: the files, local or on the hub; by default the local ones that the source's glob names now.
+        revision: of a hub data set that is streamed as a whole, as registered; None: its newest.
+        inputs: what was registered of the input (path, size, checksum), for the manifest.
 
     Raises:
         FarstateError: a record (unless `corpus.damaged_records` is `skip`) or a file that cannot be read, named
             with its line or row; a source without documents.
     """
     stage.begin(output)
-    records = _records(source, output, archive, files, revision)
-    tally = _Tally()
-    with closing(records), closing(_Seen()) as seen, atomic_path(output / stage.DOCUMENTS) as temporary:
-        with pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer:
-            group = _Group(writer)
-            for record in islice(_sound(records, corpus, tally), source.limit_documents):
-                size = len(record.utf8)
-                identity = hashlib.sha256(record.utf8).digest()
-                if size < corpus.minimum_bytes:
-                    tally.skipped["too_short"] += 1
-                elif not seen.add(identity):
-                    tally.duplicates += 1
-                else:
-                    split = split_of(identity, corpus.split) if source.assign == "hash" else source.assign
-                    tally.keep(split, record.pile_set_name, size)
-                    group.add(identity.hex()[:32], record.utf8, source.name, record.title, record.pile_set_name, size, split)
-                    if progress:
-                        progress(tally.documents, None)
-            group.flush()
+    if source.files is not None and files is None:
+        files = resolve_files(source.files, source.exclude)
+    fingerprint = {
+        "source": source.model_dump(mode="json"),
+        "corpus": corpus.model_dump(mode="json", include={"damaged_records", "minimum_bytes", "split"}),
+        "numerics": NUMERICS["corpus"],
+        "revision": revision,
+        "inputs": inputs,
+        "files": [_identity(file) for file in files or ([] if archive is None else [stage.part(archive, stage.ARCHIVE)])],
+    }
+    with closing(Spool(output, SCHEMA, fingerprint)) as spool:
+        tally = _Tally(spool.facts)
+        if not spool.complete:
+            try:
+                with closing(_records(source, output, archive, files, revision, spool.position)) as records:
+                    _read(records, source, corpus, spool, tally, progress)
+            except ChangedInput:
+                spool.discard()
+                raise
         if not tally.documents:
+            spool.discard()
             dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(tally.skipped.items())) or "it held no record"
             raise FarstateError(f"corpus source '{source.name}': no document is left ({dropped})")
-    write_manifest(output, tally.summary(source.name), [stage.DOCUMENTS])
+        with atomic_path(output / stage.DOCUMENTS) as temporary:
+            spool.write_parquet(temporary)
+        write_manifest(output, {**tally.summary(source.name), "inputs": inputs}, [stage.DOCUMENTS])
+        spool.discard()
+
+
+def _read(records: Records, source: Source, corpus: Corpus, spool: Spool, tally: _Tally, progress: stage.Progress | None) -> None:
+    """Bring what is left of the input to the spool."""
+    limit = source.limit_documents
+    position = spool.position
+    group = _Group(spool)
+    with closing(_Seen(spool)) as seen:
+        while (limit is None or tally.read < limit) and (record := next(records, None)) is not None:
+            position += 1
+            if isinstance(record, Damage):
+                _refuse_or_count(record, corpus, tally)
+                continue
+            tally.read += 1
+            size = len(record.utf8)
+            identity = hashlib.sha256(record.utf8).digest()
+            if size < corpus.minimum_bytes:
+                tally.skipped["too_short"] += 1
+            elif not seen.add(identity):
+                tally.duplicates += 1
+            else:
+                split = split_of(identity, corpus.split) if source.assign == "hash" else source.assign
+                tally.keep(split, record.pile_set_name, size)
+                row = (identity.hex()[:32], record.utf8, source.name, record.title, record.pile_set_name, size, split)
+                if group.add(row, size):
+                    spool.commit(position, tally.facts())
+                if progress:
+                    progress(tally.documents, None)
+        group.flush()
+        spool.commit(position, tally.facts(), complete=True)
 
 
 def split_of(identity: bytes, split: Split) -> str:
@@ -100,93 +143,124 @@ def split_of(identity: bytes, split: Split) -> str:
     return "validation" if u < split.test + split.validation else "train"
 
 
-def _records(source: Source, output: Path, archive: Path | None, files: list[Path] | None, revision: str | None) -> Records:
+def _records(
+    source: Source,
+    output: Path,
+    archive: Path | None,
+    files: Sequence[Path | HubFile] | None,
+    revision: str | None,
+    passed: int,
+) -> Records:
     if source.package is not None:
         if archive is None:
             raise FarstateError(f"corpus source '{source.name}': the archive of {source.package} has not been fetched")
-        return read_archive(stage.part(archive, stage.ARCHIVE), source)
-    if source.files is not None:
-        return read_files(resolve_files(source.files, source.exclude) if files is None else files, source, output)
-    return read_hub(source, revision)
+        return read_archive(stage.part(archive, stage.ARCHIVE), source, passed)
+    if files is not None:
+        return read_files(files, source, output, passed)
+    return read_hub(source, revision, passed)
 
 
-def _sound(records: Records, corpus: Corpus, tally: _Tally) -> Iterator[Record]:
-    for record in records:
-        if isinstance(record, Record):
-            yield record
-        elif corpus.damaged_records == "stop":
-            remedy = f"; {record.remedy}" if record.remedy else ""
-            raise FarstateError(
-                f"{record.message}{remedy}; or leave such records out and count them: corpus.damaged_records: skip"
-            )
-        else:
-            tally.skipped[record.reason] += 1
+def _identity(file: Path | HubFile) -> list[Any]:
+    """What changes with a file's content: an unfinished run goes on only with the same."""
+    if isinstance(file, HubFile):
+        return list(asdict(file).values())
+    try:
+        stat = os.stat(file)
+    except OSError:  # who reads it says so
+        return [str(file)]
+    return [str(file), stat.st_size, stat.st_mtime_ns]
+
+
+def _refuse_or_count(damage: Damage, corpus: Corpus, tally: _Tally) -> None:
+    if corpus.damaged_records == "stop":
+        remedy = f"; {damage.remedy}" if damage.remedy else ""
+        raise FarstateError(f"{damage.message}{remedy}; or leave such records out and count them: corpus.damaged_records: skip")
+    tally.skipped[damage.reason] += 1
 
 
 class _Seen:
-    """The identities met so far: a temporary table that spills to disk, so that memory stays bounded."""
+    """The identities met so far, by the 128 bits that name a document: a temporary table that spills to disk
+    (to the folder that TMPDIR names), so that memory stays bounded."""
 
-    def __init__(self) -> None:
+    def __init__(self, spool: Spool) -> None:
         self._database = sqlite3.connect("")
         self._database.execute("PRAGMA journal_mode = OFF")
+        self._database.execute(f"PRAGMA cache_size = -{_SEEN_CACHE_KIB}")
         self._database.execute("CREATE TABLE seen (identity BLOB PRIMARY KEY) WITHOUT ROWID")
+        for rows in spool.groups("id"):
+            self._insert([(bytes.fromhex(identity),) for identity in rows["id"].to_pylist()])
 
     def add(self, identity: bytes) -> bool:
         """Whether the identity is new."""
-        return self._database.execute("INSERT OR IGNORE INTO seen VALUES (?)", (identity,)).rowcount == 1
+        return self._database.execute(_INSERT, (identity[:16],)).rowcount == 1
 
     def close(self) -> None:
         self._database.close()
 
+    def _insert(self, identities: Iterable[tuple[bytes]]) -> None:
+        self._database.executemany(_INSERT, identities)
+
 
 class _Group:
-    """Rows on their way to a parquet file, written as a row group when they are many or large."""
+    """Rows on their way to the spool, written as a row group when they are many or large."""
 
-    def __init__(self, writer: pq.ParquetWriter) -> None:
-        self._writer = writer
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
         self._rows: list[tuple[Any, ...]] = []
         self._bytes = 0
 
-    def add(self, identity: str, utf8: bytes, source: str, title: str, pile_set_name: str | None, size: int, split: str) -> None:
-        self._rows.append((identity, utf8, source, title, pile_set_name, size, split))
+    def add(self, row: tuple[Any, ...], size: int) -> bool:
+        """Whether the row ended its group."""
+        self._rows.append(row)
         self._bytes += size
-        if self._bytes >= _GROUP_BYTES or len(self._rows) >= _GROUP_DOCUMENTS:
+        full = self._bytes >= _GROUP_BYTES or len(self._rows) >= _GROUP_DOCUMENTS
+        if full:
             self.flush()
+        return full
 
     def flush(self) -> None:
         if self._rows:
             columns = [pa.array(column, field.type) for column, field in zip(zip(*self._rows, strict=True), SCHEMA, strict=True)]
-            self._writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=len(self._rows))
+            self._spool.append(pa.Table.from_arrays(columns, schema=SCHEMA))
         self._rows = []
         self._bytes = 0
 
 
 class _Tally:
-    """Counts for the manifest."""
+    """Counts for the manifest; `read` counts the records that could be read, dropped ones included."""
 
-    def __init__(self) -> None:
-        self.documents = 0
-        self.duplicates = 0
-        self.skipped: Counter[str] = Counter()
-        self._splits = {split: Counter(documents=0, bytes=0) for split in stage.SPLITS}
-        self._sets: dict[str, Counter[str]] = {}
+    def __init__(self, facts: dict[str, Any]) -> None:
+        self.read: int = facts.get("read", 0)
+        self.duplicates: int = facts.get("duplicates", 0)
+        self.skipped: Counter[str] = Counter(facts.get("skipped", {}))
+        self._splits: dict[str, dict[str, int]] = facts.get("splits") or {split: _nothing() for split in stage.SPLITS}
+        self._sets: dict[str, dict[str, int]] = facts.get("pile_set_names") or {}
+
+    @property
+    def documents(self) -> int:
+        return sum(counts["documents"] for counts in self._splits.values())
 
     def keep(self, split: str, pile_set_name: str | None, size: int) -> None:
-        self.documents += 1
-        counters = [self._splits[split]]
+        counted = [self._splits[split]]
         if pile_set_name is not None:
-            counters.append(self._sets.setdefault(pile_set_name, Counter()))
-        for counter in counters:
-            counter["documents"] += 1
-            counter["bytes"] += size
+            counted.append(self._sets.setdefault(pile_set_name, _nothing()))
+        for counts in counted:
+            counts["documents"] += 1
+            counts["bytes"] += size
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "read": self.read,
+            "duplicates": self.duplicates,
+            "skipped": dict(self.skipped),
+            "splits": self._splits,
+            "pile_set_names": self._sets,
+        }
 
     def summary(self, source: str) -> dict[str, Any]:
-        return {
-            "source": source,
-            "documents": self.documents,
-            "bytes": sum(counter["bytes"] for counter in self._splits.values()),
-            "splits": {split: dict(counter) for split, counter in self._splits.items()},
-            "pile_set_names": {name: dict(counter) for name, counter in self._sets.items()},
-            "skipped": dict(self.skipped),
-            "duplicates": self.duplicates,
-        }
+        size = sum(counts["bytes"] for counts in self._splits.values())
+        return {"source": source, "documents": self.documents, "bytes": size, **self.facts()}
+
+
+def _nothing() -> dict[str, int]:
+    return {"documents": 0, "bytes": 0}

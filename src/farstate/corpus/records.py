@@ -2,6 +2,9 @@
 
 A *damage* is one record that cannot be read; the caller decides whether it stops the run. A container that is
 damaged as a whole (a truncated file, a broken archive) is always an error: nobody knows what it held.
+
+Every reader can leave out what it gave before: `passed` counts records and damages from the beginning. A compressed stream is
+decompressed from its beginning all the same, so that damage in it is noticed, but what was given is not parsed again.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from farstate.corpus import compressed
+from farstate.corpus.hub import HubFile
 from farstate.corpus.sources import matches
 from farstate.errors import FarstateError
 from farstate.params import Source
@@ -50,12 +54,27 @@ class Damage:
 Records = Generator[Record | Damage, None, None]
 
 
-def read_archive(archive: Path, source: Source) -> Records:
+class _Passed:
+    """How many records are still to be left out."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def __call__(self, count: int = 1) -> bool:
+        """Whether the next `count` records are among them; they are then counted."""
+        if self.left < count or not count:
+            return False
+        self.left -= count
+        return True
+
+
+def read_archive(archive: Path, source: Source, passed: int = 0) -> Records:
     """The plain-text members of a wheel (zip) or an sdist (tar.gz), in the archive's order. Nothing is unpacked or run.
 
     Raises:
         FarstateError: not an archive, damaged, no member matches, or an exclude glob matches no member.
     """
+    past = _Passed(passed)
     unused = set(source.exclude)
     present: list[str] = []
     wanted = 0
@@ -68,6 +87,8 @@ def read_archive(archive: Path, source: Source) -> Records:
             unused -= excluding
             if not excluding:
                 wanted += 1
+                if past():
+                    continue
                 yield decode_plain(handle.read(), source.encodings, name, f"{source.package}: {name}")
     if not wanted:
         example = next((name for name in present if name.endswith(".txt")), present[0] if present else "nothing")
@@ -138,22 +159,26 @@ def decode_plain(data: bytes, encodings: Sequence[str], title: str, where: str) 
     )
 
 
-def read_files(files: Sequence[Path], source: Source, scratch: Path) -> Records:
-    """The documents of local files, in the order given; `scratch` is a directory for compressed parquet files.
+def read_files(files: Sequence[Path | HubFile], source: Source, scratch: Path, passed: int = 0) -> Records:
+    """The documents of files, in the order given; `scratch` is a directory for parquet files that are compressed or come from the hub.
 
     Raises:
         FarstateError: an unknown kind of file, or one that is missing, unreadable, truncated or damaged.
     """
-    folder = os.path.commonpath([path.parent for path in files]) if files else "."
-    for path in files:
-        title = path.relative_to(folder).as_posix()
+    past = _Passed(passed)
+    local = [file.parent for file in files if isinstance(file, Path)]
+    folder = os.path.commonpath(local) if local else "."
+    for file in files:
+        path = file if isinstance(file, Path) else file.name
+        title = file.relative_to(folder).as_posix() if isinstance(file, Path) else file.path
         inner = path.with_suffix("") if path.suffix in compressed.SUFFIXES else path
         if inner.suffix == ".txt":
-            yield decode_plain(b"".join(compressed.blocks(path)), source.encodings, title, str(path))
+            if not past():
+                yield decode_plain(b"".join(_blocks(file)), source.encodings, title, str(path))
         elif inner.suffix == ".jsonl":
-            yield from _json_lines(path, title, source.text_key)
+            yield from _json_lines(file, str(path), title, source.text_key, past)
         elif inner.suffix == ".parquet":
-            yield from _parquet(path, title, source.text_key, scratch)
+            yield from _parquet(file, str(path), title, source.text_key, scratch, past)
         else:
             raise FarstateError(
                 f"{path}: not a kind of file that holds documents; allowed: .txt, .jsonl, .parquet, "
@@ -161,11 +186,15 @@ def read_files(files: Sequence[Path], source: Source, scratch: Path) -> Records:
             )
 
 
-def _json_lines(path: Path, title: str, text_key: str) -> Records:
-    for number, line in enumerate(compressed.lines(compressed.blocks(path)), start=1):
-        if not line.strip():
+def _blocks(file: Path | HubFile) -> Iterator[bytes]:
+    return compressed.blocks(file) if isinstance(file, Path) else compressed.blocks(file.name, file.open())
+
+
+def _json_lines(file: Path | HubFile, name: str, title: str, text_key: str, past: _Passed) -> Records:
+    for number, line in enumerate(compressed.lines(_blocks(file)), start=1):
+        if not line.strip() or past():
             continue
-        where = f"{path} line {number}"
+        where = f"{name} line {number}"
         try:
             value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
@@ -176,33 +205,38 @@ def _json_lines(path: Path, title: str, text_key: str) -> Records:
             yield from_mapping(value, text_key, f"{title}:{number}", where)
 
 
-def _parquet(path: Path, title: str, text_key: str, scratch: Path) -> Records:
+def _parquet(source: Path | HubFile, name: str, title: str, text_key: str, scratch: Path, past: _Passed) -> Records:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     with ExitStack() as stack:
-        if path.suffix == ".parquet":
-            handle = stack.enter_context(_open(path))
+        if isinstance(source, Path) and source.suffix == ".parquet":
+            handle = stack.enter_context(_open(source))
         else:
             handle = stack.enter_context(tempfile.TemporaryFile(dir=scratch))
-            handle.writelines(compressed.blocks(path))
+            handle.writelines(_blocks(source))
             handle.seek(0)
         try:
             file = pq.ParquetFile(handle)
             columns = file.schema_arrow.names
             if text_key not in columns:
-                raise FarstateError(f"{path}: no column '{text_key}' (text_key); it has {', '.join(columns)}")
+                raise FarstateError(f"{name}: no column '{text_key}' (text_key); it has {', '.join(columns)}")
             number = 0
-            wanted = [name for name in (text_key, "meta", "pile_set_name") if name in columns]
-            for batch in file.iter_batches(batch_size=_PARQUET_BATCH, columns=wanted):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield from_mapping(row, text_key, f"{title}:{number}", f"{path} row {number}")
+            wanted = [column for column in (text_key, "meta", "pile_set_name") if column in columns]
+            for group in range(file.num_row_groups):
+                if past(rows := file.metadata.row_group(group).num_rows):
+                    number += rows
+                    continue
+                for batch in file.iter_batches(batch_size=_PARQUET_BATCH, row_groups=[group], columns=wanted):
+                    for row in batch.to_pylist():
+                        number += 1
+                        if not past():
+                            yield from_mapping(row, text_key, f"{title}:{number}", f"{name} row {number}")
         except (pa.ArrowException, UnicodeDecodeError) as error:
-            raise FarstateError(f"{path}: damaged parquet file ({' '.join(str(error).split())})") from None
+            raise FarstateError(f"{name}: damaged parquet file ({' '.join(str(error).split())})") from None
         except OSError as error:
             if error.errno is None:  # pyarrow reports damaged pages so
-                raise FarstateError(f"{path}: damaged parquet file ({' '.join(str(error).split())})") from None
+                raise FarstateError(f"{name}: damaged parquet file ({' '.join(str(error).split())})") from None
             raise
 
 
@@ -215,8 +249,8 @@ def _open(path: Path) -> IO[bytes]:
         raise FarstateError(f"{path}: no permission to read it") from None
 
 
-def read_hub(source: Source, revision: str | None = None) -> Records:
-    """The documents of a hub data set at the registered `revision`, streamed, through the `datasets` library.
+def read_hub(source: Source, revision: str | None = None, passed: int = 0) -> Records:
+    """The documents of a hub data set at the registered `revision`, streamed as a whole, through the `datasets` library.
 
     Raises:
         FarstateError: the data set cannot be reached or read; the message says how to give a local copy.
@@ -227,6 +261,8 @@ def read_hub(source: Source, revision: str | None = None) -> Records:
     try:
         stream = datasets.load_dataset(source.hub, source.subset, split=source.hub_split, revision=revision, streaming=True)
         for number, row in enumerate(stream, start=1):
+            if number <= passed:
+                continue
             yield from_mapping(row, source.text_key, f"{source.hub}:{number}", f"{described} row {number}")
     except FarstateError:
         raise
