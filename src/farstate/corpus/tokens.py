@@ -39,6 +39,8 @@ INDEX_SCHEMA = pa.schema(
 
 Dtype = Literal["uint16", "uint32"]
 Ids = NDArray[Any]
+# What the manifest of a shard keeps of that of its documents, so that the store knows what it stands for.
+_CARRIED = ("source", "inputs", "read", "skipped", "duplicates")
 # An encoded token takes about 100 bytes until it is reduced to its id: batches bound that memory.
 _BATCH_BYTES = 1 << 18
 
@@ -74,8 +76,9 @@ def write_tokens(
             f"{tokenizer}: has {size} symbols, the vocabulary size is {vocabulary_size}; raise tokenizer.vocabulary_size"
         )
     source = stage.part(documents, stage.DOCUMENTS)
+    read = read_manifest(source.parent)
     fingerprint = {
-        "documents": read_manifest(source.parent)["files"][stage.DOCUMENTS]["sha256"],
+        "documents": read["files"][stage.DOCUMENTS]["sha256"],
         "tokenizer": sha256_file(stage.part(tokenizer, stage.TOKENIZER)),
         "dtype": dtype,
     }
@@ -97,9 +100,14 @@ def write_tokens(
                 scratch.commit()
             if progress:
                 progress(scratch.documents, total)
-        summary = _write_index(file, scratch.lengths(), output / INDEX)
+        summary = _write_index(file, scratch.lengths, output / INDEX)
         scratch.finish()
-    contents = {"dtype": dtype, "vocabulary_size": vocabulary_size, **summary}
+    contents = {
+        "dtype": dtype,
+        "vocabulary_size": vocabulary_size,
+        **summary,
+        **{key: read[key] for key in _CARRIED if key in read},
+    }
     write_manifest(output, contents, [TOKENS, INDEX])
     scratch.clean()
 
@@ -213,8 +221,9 @@ class _Scratch:
         record = {"inputs": self._fingerprint, "groups": self.groups, "documents": self.documents, "tokens": self._tokens}
         write_json(self._record_path, record)
 
-    def lengths(self) -> NDArray[np.int64]:
-        return np.fromfile(self._lengths_path, dtype="<i8", count=self.documents).astype(np.int64)
+    def lengths(self, start: int, count: int) -> NDArray[np.int64]:
+        """Tokens of `count` documents from the document `start` on."""
+        return np.fromfile(self._lengths_path, dtype="<i8", count=count, offset=8 * start).astype(np.int64)
 
     def finish(self) -> None:
         os.replace(self._tokens_path, self._final)
@@ -240,25 +249,31 @@ def _cut(path: Path, size: int) -> Path:
     return path
 
 
-def _write_index(file: pq.ParquetFile, lengths: NDArray[np.int64], path: Path) -> dict[str, Any]:
+def _write_index(file: pq.ParquetFile, lengths: Callable[[int, int], NDArray[np.int64]], path: Path) -> dict[str, Any]:
     """Join the documents' names with their places, row group by row group; return the manifest's counts."""
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    splits = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in stage.SPLITS}
-    row = 0
+    splits = {split: _nothing() for split in stage.SPLITS}
+    sets: dict[str, dict[str, int]] = {}
+    row = end = 0
     with atomic_path(path) as temporary, pq.ParquetWriter(temporary, INDEX_SCHEMA, compression="zstd") as writer:
         for group in range(file.num_row_groups):
             table = file.read_row_group(group, columns=INDEX_SCHEMA.names[:-2])
-            part = slice(row, row + table.num_rows)
-            row = part.stop
-            table = table.append_column(INDEX_SCHEMA.field("offset"), pa.array(offsets[:-1][part]))
-            table = table.append_column(INDEX_SCHEMA.field("length"), pa.array(lengths[part]))
-            writer.write_table(table.select(INDEX_SCHEMA.names).cast(INDEX_SCHEMA))
-            names = np.asarray(table["split"].to_pylist())
-            sizes = table["bytes"].to_numpy()
-            for split, counts in splits.items():
-                of_split = names == split
-                counts["documents"] += int(of_split.sum())
-                counts["tokens"] += int(lengths[part][of_split].sum())
-                counts["bytes"] += int(sizes[of_split].sum())
-    totals = {key: sum(counts[key] for counts in splits.values()) for key in ("documents", "tokens", "bytes")}
-    return {**totals, "splits": splits}
+            here = lengths(row, table.num_rows)
+            ends = end + np.cumsum(here)
+            table = table.append_column(INDEX_SCHEMA.field("offset"), pa.array(ends - here))
+            table = table.append_column(INDEX_SCHEMA.field("length"), pa.array(here))
+            table = table.select(INDEX_SCHEMA.names).cast(INDEX_SCHEMA)
+            writer.write_table(table)
+            for names, counted in (("split", splits), ("pile_set_name", sets)):
+                for found in table.group_by(names).aggregate([("id", "count"), ("length", "sum"), ("bytes", "sum")]).to_pylist():
+                    if found[names] is not None:
+                        counts = counted.setdefault(found[names], _nothing())
+                        for key, column in (("documents", "id_count"), ("tokens", "length_sum"), ("bytes", "bytes_sum")):
+                            counts[key] += found[column]
+            row += table.num_rows
+            end += int(here.sum())
+    totals = {key: sum(counts[key] for counts in splits.values()) for key in _nothing()}
+    return {**totals, "splits": splits, "pile_set_names": sets}
+
+
+def _nothing() -> dict[str, int]:
+    return {"documents": 0, "tokens": 0, "bytes": 0}
