@@ -738,8 +738,9 @@ def golden_run(arm: dict) -> dict[str, torch.Tensor]:
     recipe = params.Recipe(batch_tokens=4 * CONTEXT, micro_batches=2, peak_learning_rate=1e-2, warmup=0.5)
     run = initial_states.Run(11, 4, 2, CONTEXT, model.zero_state)
     intervention = initial_states.build(arm_of(arm), run)
-    job = trainer._Job("posttrain", "", model, _Windows(), intervention, 4, recipe, [], 11, CONFIG.vocabulary_size)  # type: ignore[arg-type]
-    step = trainer._Step(job, trainer.build_optimizer(model, recipe))
+    division = trainer._Division(4, 2)
+    job = trainer._Job("posttrain", "", model, _Windows(), intervention, 4, recipe, division, [], 11, CONFIG.vocabulary_size)  # type: ignore[arg-type]
+    step = trainer._Step(job, trainer.build_optimizer(model, recipe), trainer._Scored(model, CONFIG.vocabulary_size))
     rows = torch.tensor([step(number, None) for number in range(4)], dtype=torch.float64)
     return {"steps": rows, "weights": torch.stack([p.detach().double().norm() for p in model.parameters()])}
 

@@ -179,7 +179,7 @@ class State:
                 raise ValueError("states of different models cannot be joined")
         layers = []
         for parts in zip(*(state.layers for state in states), strict=True):
-            auxiliary = {name: _joined([part.auxiliary[name] for part in parts]) for name in parts[0].auxiliary}
+            auxiliary = {name: joined([part.auxiliary[name] for part in parts]) for name in parts[0].auxiliary}
             layers.append(LayerState(torch.cat([part.recurrent for part in parts]), auxiliary))
         return State(tuple(layers))
 
@@ -237,7 +237,8 @@ class State:
         return State(tuple(layers))
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor whose rows are those of `tensors`; the shorter of those that grow with the text are filled up at the front."""
     if len({tensor.shape[1:] for tensor in tensors}) > 1:
         longest = max(tensor.shape[1] for tensor in tensors)
         tensors = [torch.cat([t.new_zeros(t.shape[0], longest - t.shape[1], *t.shape[2:]), t], dim=1) for t in tensors]

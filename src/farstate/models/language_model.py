@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextvars import copy_context
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from farstate.models.config import Config
 from farstate.models.parts import LayerNorm, RMSNorm, draw_normal, draw_uniform, linear
 from farstate.models.registry import Block, build_block
-from farstate.state import State
+from farstate.state import LayerState, State
 
 
 class Backbone(nn.Module):
@@ -35,6 +37,10 @@ class LanguageModel(nn.Module):
         config: architecture and sizes.
         generator: a CPU generator for the initial parameters; None takes one with seed 0. The global one is never used.
         device, dtype: of the parameters.
+
+    Attributes:
+        recomputes: keep for the backward pass only what enters each block, and compute the rest again (activation checkpointing);
+            the numbers are the same.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class LanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.recomputes = False
         self.backbone = Backbone(config)
         self.lm_head = linear(config.width, config.padded_vocabulary)
         self._tie()
@@ -76,7 +83,7 @@ class LanguageModel(nn.Module):
         residual = F.embedding(tokens, self.backbone.embedding.weight)
         layers = []
         for number, block in enumerate(blocks):
-            residual, layer_state = block(residual, None if state is None else state.layers[number])
+            residual, layer_state = self._through(block, residual, None if state is None else state.layers[number])
             layers.append(layer_state)
         return self.backbone.norm_f(residual), State(tuple(layers))
 
@@ -104,6 +111,14 @@ class LanguageModel(nn.Module):
             dynamics = name.rpartition(".")[2] in undecayed
             (kept if dynamics or parameter.dim() < 2 else decayed).append(parameter)
         return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+
+    def _through(self, block: Block, residual: Tensor, state: LayerState | None) -> tuple[Tensor, LayerState]:
+        if not (self.recomputes and torch.is_grad_enabled()):
+            return block(residual, state)
+        # On a GPU the backward pass runs in a thread of its own, which would not know the selected backend.
+        run = copy_context().run
+        result: tuple[Tensor, LayerState] = checkpoint(run, block, residual, state, use_reentrant=False, preserve_rng_state=False)
+        return result
 
     def _blocks(self) -> list[Block]:
         return cast("list[Block]", list(self.backbone.layers))

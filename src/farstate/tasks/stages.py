@@ -198,7 +198,7 @@ def tune_stage(stage: Stage) -> dict[str, Any]:
     from farstate.tasks.examples import Examples
     from farstate.tasks.rows import TaskRows
     from farstate.training import trainer
-    from farstate.training.settings import RunSettings
+    from farstate.training.settings import run_settings
 
     given = stage.params
     training = given["training"]
@@ -223,9 +223,7 @@ def tune_stage(stage: Stage) -> dict[str, Any]:
         recipe=recipe,
         output=stage.output,
         scratch=stage.scratch,
-        settings=RunSettings(
-            device=stage.settings.device, threads=stage.threads, checkpoint_seconds=stage.settings.checkpoint_seconds
-        ),
+        settings=run_settings(stage),
         key=stage.record["key"],
         manifest=stage.identity,
     )

@@ -11,14 +11,16 @@ CPU, so that every device sees the same. Ages are in tokens: how much text a sta
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from farstate import params
-from farstate.state import LayerState, State
+from farstate.state import LayerState, State, joined
 from farstate.training.interventions import NO_AGE, NOISE, Intervention, Rows, Run, drawn_resets, generators
 from farstate.training.mechanism import Gaussian, Permuted
 
@@ -43,7 +45,7 @@ class ZeroInit:
     def state_dict(self) -> dict[str, Tensor]:
         return {}
 
-    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         pass
 
 
@@ -67,14 +69,14 @@ class RandomNoise:
     def state_dict(self) -> dict[str, Tensor]:
         return {}
 
-    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         pass
 
 
 class FittedNoise:
     """N(μ, σ²) with one μ and σ² for each layer and head, fitted to the final states; the auxiliary state is zero.
 
-    A batch's mean and (population) variance are over the head's entries and all rows, across its micro-batches. After
+    A batch's mean and (population) variance are over the head's entries and all rows, across micro-batches and processes. After
     each batch μ ← (1 − β) · batch + β · μ, and σ² alike; the first batch's values are taken as they are [assumed], and
     the batches before there are any begin from zero.
     """
@@ -110,7 +112,9 @@ class FittedNoise:
             self._update()
 
     def _update(self) -> None:
-        means, variances = (torch.stack(parts).cpu() for parts in zip(*self._parts, strict=True))
+        means, variances = (
+            torch.cat(self._run.processes.everywhere(torch.stack(parts).cpu())) for parts in zip(*self._parts, strict=True)
+        )
         self._parts.clear()
         # Parts of equal size: the variance of the whole is the mean variance plus the variance of the means.
         mean, variance = means.mean(0), variances.mean(0) + means.var(0, correction=0)
@@ -122,12 +126,16 @@ class FittedNoise:
     def state_dict(self) -> dict[str, Tensor]:
         return {} if self._mean is None or self._variance is None else {"mean": self._mean, "variance": self._variance}
 
-    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        self._mean, self._variance = tensors.get("mean"), tensors.get("variance")
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        # Not `get`: processes that share a checkpoint read the same names in the same order.
+        self._mean, self._variance = (tensors["mean"], tensors["variance"]) if "mean" in tensors else (None, None)
 
 
 class _Carried(ABC):
-    """Hands out final states it has seen, detached, after zeroing some rows. A slot holds the state of one micro-batch."""
+    """Hands out final states it has seen, detached, after zeroing some rows. A slot holds the state of one micro-batch.
+
+    In checkpoints a slot has the rows of all processes, so that another number of them, or of slots, can go on.
+    """
 
     def __init__(self, run: Run, slots: int, carry_auxiliary: bool, reset_auxiliary: bool) -> None:
         self._run = run
@@ -163,18 +171,29 @@ class _Carried(ABC):
     def state_dict(self) -> dict[str, Tensor]:
         tensors = {}
         for slot, state in enumerate(self._states):
-            if state is not None:
-                tensors[f"{slot}.ages"] = self._state_ages[slot]
-                tensors |= {f"{slot}.{name}": tensor for name, tensor in _flatten(state).items()}
+            if state is None:
+                continue
+            own = {"ages": self._state_ages[slot], **_flatten(state)}
+            for name, tensor in own.items():
+                if parts := self._run.processes.gathered(tensor):
+                    tensors[f"{slot}.{name}"] = parts[0] if len(parts) == 1 else joined(parts)
         return tensors
 
-    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        for slot in range(len(self._states)):
-            own = {name.removeprefix(f"{slot}."): tensor for name, tensor in tensors.items() if name.startswith(f"{slot}.")}
-            if own:
-                self._state_ages[slot] = own.pop("ages").cpu()
-                template = self._run.zero_state(1)
-                self._states[slot] = _unflatten(own, template).to(device=template.device)
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        template = self._run.zero_state(1)
+        slots = [name.removesuffix(".ages") for name in tensors if name.endswith(".ages")]
+        slots.sort(key=int)
+        if not slots:
+            return
+        own: list[dict[str, Tensor]] = [{} for _ in self._states]
+        for name in ("ages", *_flatten(template)):
+            parts = [tensors[f"{slot}.{name}"] for slot in slots]
+            ends = list(accumulate(len(part) for part in parts))
+            for slot in range(len(own)):
+                own[slot][name] = _rows(parts, ends, self._run.rows_of(slot))
+        for slot, values in enumerate(own):
+            self._state_ages[slot] = values.pop("ages")
+            self._states[slot] = _unflatten(values, template).to(device=template.device)
 
 
 class StatePassing(_Carried):
@@ -251,6 +270,14 @@ def _noise(run: Run, step: int, micro_batch: int, shape: Callable[[int, Tensor],
             row.normal_(generator=generator)
         state = state.with_entries(layer, shape(layer, values))
     return state
+
+
+def _rows(parts: list[Tensor], ends: list[int], rows: Tensor) -> Tensor:
+    """Consecutive `rows` of all `parts` joined, of which part i ends before row `ends[i]`."""
+    first, last = int(rows[0]), int(rows[-1])
+    needed = range(bisect_right(ends, first), bisect_right(ends, last) + 1)
+    start = ends[needed[0]] - len(parts[needed[0]])
+    return joined([parts[number] for number in needed])[first - start : last + 1 - start].clone()
 
 
 def _flatten(state: State) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from farstate.corpus.permutation import mix
+from farstate.corpus.readers import rank_rows
 from farstate.state import State
+from farstate.training.distributed import ALONE, Processes
 
 NO_AGE = -1
 """Stands for the age of a state that no text led to."""
@@ -37,10 +39,12 @@ class Run:
 
     Attributes:
         seed: of the post-training.
-        rows: rows of a whole batch, a multiple of micro_batches.
-        micro_batches: parts in which a batch is computed; part m holds rows m · rows / micro_batches onwards.
+        rows: rows of a whole batch, a multiple of micro_batches × processes.
+        micro_batches: parts in which a batch is computed; part m holds rows m · rows / micro_batches onwards, of which each
+            process has an equal, contiguous share.
         context: T in tokens.
         zero_state: gives a zero state of so many rows, on the model's device.
+        processes: among which the rows are shared, always the same rows to the same one.
     """
 
     seed: int
@@ -48,19 +52,24 @@ class Run:
     micro_batches: int
     context: int
     zero_state: Callable[[int], State]
+    processes: Processes = ALONE
 
     @property
     def part(self) -> int:
-        """Rows of a micro-batch."""
-        return self.rows // self.micro_batches
+        """B: rows of a micro-batch on this process."""
+        return self.rows // (self.micro_batches * self.processes.world)
 
     def rows_of(self, micro_batch: int) -> Tensor:
-        """(B,) int64: the numbers, in the whole batch, of a micro-batch's rows."""
-        return torch.arange(micro_batch * self.part, (micro_batch + 1) * self.part)
+        """(B,) int64: the numbers, in the whole batch, of a micro-batch's rows on this process."""
+        own = rank_rows(self.rows, self.micro_batches, self.processes.rank, self.processes.world)
+        return torch.from_numpy(own[micro_batch * self.part : (micro_batch + 1) * self.part])
 
 
 class Intervention(Protocol):
-    """For each micro-batch in turn: `initial`, then (if wanted) `ages`, then `observe`."""
+    """For each micro-batch in turn: `initial`, then (if wanted) `ages`, then `observe`.
+
+    Of a run on several processes each sees its own rows; together they are the run on one.
+    """
 
     def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
         """The state from which the rows of this micro-batch begin, without gradient; None is the zero state."""
@@ -72,10 +81,10 @@ class Intervention(Protocol):
         """See the state after the micro-batch; what is kept of it is detached."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Between two steps: all that is needed to go on, as tensors."""
+        """Between two steps: all that is needed to go on, as tensors; complete on the first process, called by all."""
 
-    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        """Take back what `state_dict` gave."""
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back, on whatever number of processes, what `state_dict` gave the first; all read in the same order."""
 
 
 def generators(run: Run, what: int, step: int, rows: Tensor) -> list[torch.Generator]:

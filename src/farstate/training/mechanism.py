@@ -5,12 +5,14 @@ State passing hands out the final states of the batch before. Of those the arms 
 element's own distribution, and no correlation at all. Resets are state passing's, row by row and draw by draw, so that only the
 structure differs; the auxiliary state is zero, as in the noise arms: state passing with `carry_auxiliary: false` is the match.
 
-The batch before is always whole, however it is cut into micro-batches; the first batch begins from zero.
+The batch before is always whole, however it is cut into micro-batches and shared among processes, each of which holds the
+states of all its rows; the first batch begins from zero.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -51,13 +53,17 @@ class _Made(ABC):
     def observe(self, final_state: State, micro_batch: int) -> None:
         self._parts.append(final_state.detach())
         if micro_batch == self._run.micro_batches - 1:
-            self._last = [torch.cat([part.entries(layer) for part in self._parts]) for layer in range(len(final_state))]
+            everywhere = self._run.processes.everywhere
+            self._last = [
+                torch.cat([rows for part in self._parts for rows in everywhere(part.entries(layer))])
+                for layer in range(len(final_state))
+            ]
             self._parts.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
         return {} if self._last is None else {str(layer): values for layer, values in enumerate(self._last)}
 
-    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         device = self._run.zero_state(1).device
         self._last = [tensors[str(layer)].to(device) for layer in range(len(tensors))] or None
 
@@ -102,8 +108,8 @@ class Permuted(_Made):
     def _make(self, last: list[Tensor], step: int, micro_batch: int) -> list[Tensor]:
         if self._shuffled is None or self._shuffled[0] != step:
             self._shuffled = step, self._shuffle(last, step)
-        rows = slice(micro_batch * self._run.part, (micro_batch + 1) * self._run.part)
-        return [values[rows] for values in self._shuffled[1]]
+        first = int(self._run.rows_of(micro_batch)[0])
+        return [values[first : first + self._run.part] for values in self._shuffled[1]]
 
     def _shuffle(self, last: list[Tensor], step: int) -> list[Tensor]:
         of_rows = generators(self._run, PERMUTATION, step, torch.arange(self._run.rows))
@@ -123,6 +129,6 @@ class Permuted(_Made):
         if micro_batch == self._run.micro_batches - 1:
             self._shuffled = None
 
-    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         super().load_state_dict(tensors)
         self._shuffled = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from farstate.files import atomic_path, write_text
+from farstate.training.distributed import ALONE, Processes
 from farstate.training.initial_states import NO_AGE
 
 AGES_SCHEMA = pa.schema(
@@ -65,12 +66,15 @@ class Metrics:
 class Ages:
     """How many sequences of each step began from a state of which age, in tokens; null where no text led to the state.
 
+    Each process counts its own sequences; `tensor` brings them together.
+
     Args:
         rows: (n, 3) int64 from a checkpoint, or None.
     """
 
-    def __init__(self, rows: Tensor | None) -> None:
+    def __init__(self, rows: Tensor | None, processes: Processes = ALONE) -> None:
         self._rows: list[Tensor] = [] if rows is None else [rows]
+        self._processes = processes
 
     def add(self, step: int, ages: list[Tensor]) -> None:
         """`step` from 1; `ages` (B,) int64 of each micro-batch."""
@@ -78,12 +82,24 @@ class Ages:
         self._rows.append(torch.stack((torch.full_like(values, step), values, counts), dim=1))
 
     def tensor(self) -> Tensor:
-        """(n, 3) int64: step, age (NO_AGE for none), sequences."""
-        self._rows = [torch.cat([torch.empty(0, 3, dtype=torch.int64), *self._rows])]
-        return self._rows[0]
+        """(n, 3) int64: step, age (NO_AGE for none), sequences of all processes; called by all, complete on the first."""
+        own = torch.cat([torch.empty(0, 3, dtype=torch.int64), *self._rows])
+        if self._processes.world > 1:
+            gathered = self._processes.gathered(own)
+            own = _added(torch.cat(gathered)) if gathered else own[:0]
+        self._rows = [own]
+        return own
 
-    def write(self, path: Path) -> None:
-        step, age, sequences = self.tensor().t().contiguous().numpy()
+    @staticmethod
+    def write(rows: Tensor, path: Path) -> None:
+        """Write what `tensor` gave."""
+        step, age, sequences = rows.t().contiguous().numpy()
         columns = [pa.array(step), pa.array(age, mask=age == NO_AGE), pa.array(sequences)]
         with atomic_path(path) as temporary:
             pq.write_table(pa.Table.from_arrays(columns, schema=AGES_SCHEMA), temporary, compression="zstd")
+
+
+def _added(rows: Tensor) -> Tensor:
+    """One row for each step and age, in that order, with the sum of the sequences."""
+    kinds, kind = rows[:, :2].unique(dim=0, return_inverse=True)
+    return torch.column_stack((kinds, torch.zeros(len(kinds), dtype=torch.int64).index_add_(0, kind, rows[:, 2])))

@@ -10,7 +10,7 @@ from farstate.models.registry import config_from_json
 from farstate.params import Recipe, arm_from_json, as_written
 from farstate.stages import Stage
 from farstate.training import trainer
-from farstate.training.settings import RunSettings
+from farstate.training.settings import run_settings
 
 
 def pretrain_stage(stage: Stage) -> dict[str, Any]:
@@ -48,9 +48,7 @@ def _common(stage: Stage) -> dict[str, Any]:
         "store": TokenStore(stage.one("store")),
         "output": stage.output,
         "scratch": stage.scratch,
-        "settings": RunSettings(
-            device=stage.settings.device, threads=stage.threads, checkpoint_seconds=stage.settings.checkpoint_seconds
-        ),
+        "settings": run_settings(stage),
         "key": stage.record["key"],
         "manifest": stage.identity,
     }

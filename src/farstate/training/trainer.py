@@ -2,6 +2,9 @@
 
 While it runs, everything lies in `scratch`: checkpoints, snapshots, the live metrics. The results appear in `output` when
 the training is complete, its manifest last. Numbers of steps count completed optimizer steps, from 1, in all that is written.
+
+Started by torchrun it runs in several processes, each with its share of every micro-batch (`farstate.training.distributed`): the
+same training to float tolerance. The first writes all files, and whatever a process holds a share of is whole in them.
 """
 
 from __future__ import annotations
@@ -9,34 +12,37 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farstate import params
-from farstate.corpus.readers import Batch, OrderedStreams, ShuffledStreams, ShuffledWindows
+from farstate.corpus.readers import Batch, Integers, OrderedStreams, ShuffledStreams, ShuffledWindows, rank_rows
 from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
 from farstate.files import MANIFEST, atomic_path, only_one, read_manifest, sha256_file, write_json, write_manifest
 from farstate.grid import snapshot_file
-from farstate.models.checkpoints import CONFIG, SAFETENSORS, load_with_origin, write_weights
+from farstate.models.checkpoints import CONFIG, SAFETENSORS, load_with_origin
 from farstate.models.config import Config
 from farstate.models.formats import Origin
+from farstate.models.formats import farstate as own_format
 from farstate.models.head import mean_nll
 from farstate.models.language_model import LanguageModel
 from farstate.numerics import NUMERICS
 from farstate.ops.precision import flushed_denormals
-from farstate.training import initial_states
+from farstate.state import State
+from farstate.training import distributed, initial_states
 from farstate.training.checkpoints import (
     Checkpoint,
     clear,
@@ -45,6 +51,7 @@ from farstate.training.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
+from farstate.training.distributed import ALONE, Processes
 from farstate.training.progress import Progress, notice
 from farstate.training.recipe import build_optimizer, clip_gradients, learning_rate, precision_context
 from farstate.training.records import Ages, Metrics
@@ -61,7 +68,7 @@ _CHECKPOINT_SHARE = 0.05
 class Batches(Protocol):
     """Where the sequences come from."""
 
-    def batch(self, step: int) -> Batch: ...
+    def batch(self, step: int, rows: Integers | None = None) -> Batch: ...
 
 
 class FiniteBatches(Batches, Protocol):
@@ -111,7 +118,7 @@ def pretrain(
         FarstateError: parameters that do not fit each other or the store, a loss or gradient that is not finite, a full disk,
             a second run in the same scratch, a stop by signal. The last checkpoint is kept, no result is written.
     """
-    rows = _rows(recipe, context)
+    division = _divided(recipe, context, settings)
     steps = tokens // recipe.batch_tokens
     if steps < 1:
         raise FarstateError(f"pretrain.tokens: {tokens} is less than one batch of {recipe.batch_tokens}")
@@ -122,19 +129,20 @@ def pretrain(
         stage="pretrain", key=key, config=config.model_dump(mode="json"), context=context, steps=steps, seed=seed,
         recipe=recipe.model_dump(mode="json"), snapshots=snapshot_tokens,
     )  # fmt: skip
-    with _only_run("pretrain", identity, output, scratch, settings) as device:
+    with _only_run("pretrain", identity, output, scratch, settings, division) as device:
         if device is None:
             return {}
         model = LanguageModel(config, torch.Generator().manual_seed(seed), device=device)
-        run = initial_states.Run(seed, rows, recipe.micro_batches, context, model.zero_state)
+        run = division.run(seed, context, model)
         job = _Job(
             stage="pretrain",
             identity=identity,
             model=model,
-            batches=ShuffledWindows(store, "train", context, rows, seed),
+            batches=ShuffledWindows(store, "train", context, division.rows, seed),
             intervention=initial_states.ZeroInit(params.ZeroInit(initial_state="zero"), run),
             steps=steps,
             recipe=recipe,
+            division=division,
             snapshots=snapshot_tokens,
             seed=seed,
             vocabulary_size=store.vocabulary_size,
@@ -166,18 +174,18 @@ def posttrain(
 
     Args, Returns, Raises, resuming: as for `pretrain`; `seed` is that of the data order and of the arm's draws.
     """
-    rows = _rows(recipe, context)
+    division = _divided(recipe, context, settings, arm)
     identity = _identity(
         stage="posttrain", key=key, context=context, steps=steps, seed=seed, arm=arm.model_dump(mode="json"),
         stretch_tokens=stretch_tokens, recipe=recipe.model_dump(mode="json"),
     )  # fmt: skip
-    with _only_run("posttrain", identity, output, scratch, settings) as device:
+    with _only_run("posttrain", identity, output, scratch, settings, division) as device:
         if device is None:
             return {}
         model, origin = load_with_origin(checkpoint, device=device)
         _check_vocabulary(store, model.config, str(checkpoint))
-        streams = OrderedStreams(store, "train", context, rows, steps, seed, stretch_tokens)
-        run = initial_states.Run(seed, rows, recipe.micro_batches, context, model.zero_state)
+        streams = OrderedStreams(store, "train", context, division.rows, steps, seed, stretch_tokens)
+        run = division.run(seed, context, model)
         job = _Job(
             stage="posttrain",
             identity=identity,
@@ -186,6 +194,7 @@ def posttrain(
             intervention=initial_states.build(arm, run),
             steps=steps,
             recipe=recipe,
+            division=division,
             snapshots=[],
             seed=seed,
             vocabulary_size=store.vocabulary_size,
@@ -223,12 +232,12 @@ def tune(
 
     Returns, Raises, resuming: as for `pretrain`.
     """
-    rows = _rows(recipe, context)
+    division = _divided(recipe, context, settings, arm)
     identity = _identity(
         stage="tune", key=key, context=context, seed=seed, arm=arm.model_dump(mode="json"),
         steps=batches.steps, recipe=recipe.model_dump(mode="json"),
     )  # fmt: skip
-    with _only_run("tune", identity, output, scratch, settings) as device:
+    with _only_run("tune", identity, output, scratch, settings, division) as device:
         if device is None:
             return {}
         origin: Origin = {}
@@ -242,7 +251,7 @@ def tune(
                 f"{checkpoint}: knows {model.config.vocabulary_size} symbols, the examples use {vocabulary_size}; make them with the "
                 "model's own tokenizer"
             )
-        run = initial_states.Run(seed, rows, recipe.micro_batches, context, model.zero_state)
+        run = division.run(seed, context, model)
         job = _Job(
             stage="tune",
             identity=identity,
@@ -251,6 +260,7 @@ def tune(
             intervention=initial_states.build(arm, run),
             steps=batches.steps,
             recipe=recipe,
+            division=division,
             snapshots=[],
             seed=seed,
             vocabulary_size=vocabulary_size,
@@ -258,6 +268,73 @@ def tune(
             origin=origin,
         )
         return _train(job, output, scratch, settings, manifest or {})
+
+
+@dataclass(frozen=True)
+class _Division:
+    """How the rows of a batch are divided among micro-batches and processes.
+
+    Attributes:
+        rows: of a whole batch.
+        micro_batches: of the recipe.
+        split: parts of each of those, for less memory.
+        passes: states pass from micro-batch to micro-batch.
+    """
+
+    rows: int
+    micro_batches: int
+    split: int = 1
+    passes: bool = False
+    processes: Processes = ALONE
+
+    @property
+    def parts(self) -> int:
+        return self.micro_batches * self.split
+
+    @property
+    def part(self) -> int:
+        """Rows of a part on one process."""
+        return self.rows // (self.parts * self.processes.world)
+
+    @property
+    def own_rows(self) -> Integers | None:
+        """Those that this process reads; None for all."""
+        if self.processes.world == 1:
+            return None
+        return rank_rows(self.rows, self.parts, self.processes.rank, self.processes.world)
+
+    def run(self, seed: int, context: int, model: LanguageModel) -> initial_states.Run:
+        return initial_states.Run(seed, self.rows, self.parts, context, model.zero_state, self.processes)
+
+
+def _divided(recipe: params.Recipe, context: int, settings: RunSettings, arm: params.Arm | None = None) -> _Division:
+    processes, split = distributed.current(), settings.split_micro_batches
+    part = context * recipe.micro_batches
+    if recipe.batch_tokens % part:
+        raise FarstateError(f"recipe.batch_tokens: {recipe.batch_tokens} is not a multiple of context × micro_batches = {part}")
+    rows = recipe.batch_tokens // context
+    whole = rows // recipe.micro_batches
+    passes = isinstance(arm, params.StatePassing) and arm.previous == "micro_batch"
+    if passes and split > 1:
+        raise FarstateError(
+            f"settings.split_micro_batches: {split}, but with `previous: micro_batch` states pass from micro-batch to micro-batch, and a "
+            "smaller one is another experiment: set it to 1 for this run"
+        )
+    if whole % processes.world:
+        raise FarstateError(
+            f"a micro-batch of {whole} rows (recipe.batch_tokens / context / recipe.micro_batches) cannot be shared by {processes.world} "
+            f"processes; start {_divisors(whole)} of them (settings.distributed.processes × nodes)"
+        )
+    if whole // processes.world % split:
+        raise FarstateError(
+            f"settings.split_micro_batches: {split} does not divide the {whole // processes.world} rows that a process has of a micro-batch; "
+            f"allowed: {_divisors(whole // processes.world)}"
+        )
+    return _Division(rows, recipe.micro_batches, split, passes, processes)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 @dataclass(frozen=True)
@@ -276,6 +353,7 @@ class _Job:
     intervention: initial_states.Intervention
     steps: int
     recipe: params.Recipe
+    division: _Division
     snapshots: list[int]
     seed: int
     vocabulary_size: int
@@ -295,9 +373,9 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Part:
-    """A micro-batch: tokens (B, T + 1) and weights (B, T) or None on the model's device, fresh (B,) on the CPU.
+    """This process's rows of a micro-batch: tokens (B, T + 1), weights (B, T) or None on the model's device, fresh (B,) on the CPU.
 
-    `share`: of the batch's loss, by the weights.
+    `share`: of the whole batch's loss, by the weights.
     """
 
     tokens: Tensor
@@ -306,59 +384,92 @@ class _Part:
     share: float = 1.0
 
 
+class _Scored(nn.Module):
+    """A model and its loss in one forward pass: what is shared out among processes."""
+
+    def __init__(self, model: LanguageModel, vocabulary_size: int) -> None:
+        super().__init__()
+        self.model = model
+        self.vocabulary_size = vocabulary_size
+
+    def forward(self, tokens: Tensor, weights: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        """tokens (B, T + 1), weights (B, T) → mean loss in nats per token, state after the segment."""
+        hidden, final_state = self.model(tokens[:, :-1], state)
+        loss = mean_nll(hidden, self.model.head_weight, tokens[:, 1:], weights, vocabulary_size=self.vocabulary_size)
+        return loss, final_state
+
+
 def _train(job: _Job, output: Path, scratch: Path, settings: RunSettings, manifest: dict[str, Any]) -> dict[str, Any]:
-    recipe, model = job.recipe, job.model
+    recipe, model, processes = job.recipe, job.model, job.division.processes
     model.train()
+    model.recomputes = settings.activation_checkpointing
+    scored = distributed.shared_out(
+        _Scored(model, job.vocabulary_size), list(model.backbone.layers), settings.mode, processes, job.device
+    )
     optimizer = build_optimizer(model, recipe)
     done, spent, resumed, files = 0, 0.0, 0, dict[str, str]()
-    metric_rows, age_rows = None, None
-    if (checkpoint := read_checkpoint(scratch, job.identity, notice)) is not None:
-        notice(f"{job.stage} goes on after step {checkpoint.step} of {job.steps} ({scratch})")
-        _restore(job, optimizer, checkpoint.tensors)
-        done, spent, resumed = checkpoint.step, checkpoint.facts["seconds"], checkpoint.facts["resumed"] + 1
-        files = checkpoint.files
-        metric_rows, age_rows = checkpoint.tensors["metrics"], checkpoint.tensors.get("ages")
-    ages = Ages(age_rows) if job.keeps_ages else None
-    step_of = _Step(job, optimizer)
-    kept = f"checkpoints are kept in {scratch}"
+    checkpoint = read_checkpoint(scratch, job.identity, notice) if processes.first else None
+    facts = processes.told(None if checkpoint is None else (checkpoint.step, checkpoint.facts))
+    if facts is not None:
+        done, spent, resumed = facts[0], facts[1]["seconds"], facts[1]["resumed"] + 1
+        if processes.first:
+            notice(f"{job.stage} goes on after step {done} of {job.steps} ({scratch})")
+        _restore(job, optimizer, {} if checkpoint is None else checkpoint.tensors)
+    kept = dict[str, Tensor]()
+    if checkpoint is not None:
+        files, kept = checkpoint.files, checkpoint.tensors
+    ages = Ages(kept.get("ages"), processes) if job.keeps_ages else None
+    step_of = _Step(job, optimizer, scored)
 
-    with (
-        disk_errors(scratch, kept),
-        closing(Metrics(scratch / METRICS, recipe.batch_tokens, metric_rows)) as metrics,
-        Progress(output.name, job.steps, recipe.batch_tokens, done) as progress,
-        _stop_requests() as stop,
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(disk_errors(scratch, f"checkpoints are kept in {scratch}"))
+        metrics = progress = None
+        if processes.first:
+            metrics = stack.enter_context(closing(Metrics(scratch / METRICS, recipe.batch_tokens, kept.get("metrics"))))
+            progress = stack.enter_context(Progress(output.name, job.steps, recipe.batch_tokens, done))
+        stop = stack.enter_context(_stop_requests(repeated=processes.world > 1))
+        del checkpoint, kept
         began = last_write = time.monotonic()
         pause = settings.checkpoint_seconds
         for step in range(done, job.steps):
             loss, norm, rate = step_of(step, ages)
             done = step + 1
-            metrics.add(loss, norm, rate)
+            if metrics is not None:
+                metrics.add(loss, norm, rate)
             for due in job.snapshots_due(done):
                 path = scratch / _SNAPSHOTS / snapshot_file(due)
-                write_weights(model, path, tokens=str(done * recipe.batch_tokens))
-                files[f"{_SNAPSHOTS}/{path.name}"] = sha256_file(path)
-            progress.update(done, loss)
+                _write_weights(job, path, {}, done * recipe.batch_tokens)
+                if processes.first:
+                    files[f"{_SNAPSHOTS}/{path.name}"] = sha256_file(path)
+            if progress is not None:
+                progress.update(done, loss)
             if done == job.steps:
                 break
             now = time.monotonic()
             counted = settings.checkpoint_steps is not None and done % settings.checkpoint_steps == 0
-            if counted or stop.requested or now - last_write >= pause:
-                tensors = _tensors(job, optimizer) | {"metrics": metrics.tensor()}
+            # The first process's clock, but a signal that reached any: ranks must not disagree on what they do next.
+            stopped, timed = processes.agreed(stop.requested, processes.first and now - last_write >= pause)
+            if counted or stopped or timed:
+                tensors = _tensors(job, optimizer)
+                if metrics is not None:
+                    tensors["metrics"] = metrics.tensor()
                 if ages is not None:
                     tensors["ages"] = ages.tensor()
-                told: dict[str, Any] = {"seconds": spent + now - began, "resumed": resumed}
-                write_checkpoint(scratch, job.identity, Checkpoint(done, tensors, files, told))
+                if processes.first:
+                    told: dict[str, Any] = {"seconds": spent + now - began, "resumed": resumed}
+                    write_checkpoint(scratch, job.identity, Checkpoint(done, tensors, files, told))
                 last_write = time.monotonic()
                 pause = max(settings.checkpoint_seconds, (last_write - now) / _CHECKPOINT_SHARE)
-            if stop.requested:
+            if stopped:
                 raise FarstateError(
-                    f"{job.stage} was stopped by {stop.requested} after step {done} of {job.steps}; run the same command again to go on"
+                    f"{job.stage} was stopped by {signal.Signals(stopped).name} after step {done} of {job.steps}; "
+                    "run the same command again to go on"
                 )
         spent += time.monotonic() - began
 
         _publish(job, metrics, ages, output, scratch, manifest)
-    _clear_scratch(scratch)
+    if processes.first:
+        _clear_scratch(scratch)
     return {
         "seconds": round(spent, 3),
         "tokens": job.steps * recipe.batch_tokens,
@@ -367,6 +478,10 @@ def _train(job: _Job, output: Path, scratch: Path, settings: RunSettings, manife
         "seed": job.seed,
         "device": torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
+        "processes": processes.world,
+        "mode": settings.mode if processes.world > 1 else None,
+        "activation_checkpointing": settings.activation_checkpointing,
+        "split_micro_batches": settings.split_micro_batches,
         "torch": str(torch.__version__),
     }
 
@@ -374,9 +489,11 @@ def _train(job: _Job, output: Path, scratch: Path, settings: RunSettings, manife
 class _Step:
     """One optimizer step; called with its number from 0, it returns mean loss (nats per token), gradient norm, rate."""
 
-    def __init__(self, job: _Job, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, job: _Job, optimizer: torch.optim.Optimizer, scored: nn.Module) -> None:
         self._job = job
         self._optimizer = optimizer
+        self._scored = scored
+        self._own_rows = job.division.own_rows
         self._parameters = list(job.model.parameters())
 
     def __call__(self, step: int, ages: Ages | None) -> tuple[float, float, float]:
@@ -386,16 +503,16 @@ class _Step:
             group["lr"] = rate
         given: list[Tensor] = []
         total = torch.zeros((), device=job.device)
-        for number, part in enumerate(self._parts(job.batches.batch(step))):
+        processes, last = job.division.processes, job.division.parts - 1
+        for number, part in enumerate(self._parts(step)):
             state = job.intervention.initial(step, part, number)
             if ages is not None:
                 given.append(job.intervention.ages())
-            with precision_context(recipe.precision, job.device):
-                hidden, final_state = job.model(part.tokens[:, :-1], state)
-                loss = mean_nll(
-                    hidden, job.model.head_weight, part.tokens[:, 1:], part.weights, vocabulary_size=job.vocabulary_size
-                )
-            (loss * part.share).backward()
+            with distributed.accumulating(self._scored, number == last):
+                with precision_context(recipe.precision, job.device):
+                    loss, final_state = self._scored(part.tokens, part.weights, state)
+                # Gradients are the mean over the processes, whose shares add up to the whole.
+                (loss * (part.share * processes.world)).backward()
             job.intervention.observe(final_state, number)
             total = total + loss.detach() * part.share
         norm = clip_gradients(self._parameters, recipe.gradient_clip)
@@ -403,6 +520,7 @@ class _Step:
         self._optimizer.zero_grad(set_to_none=True)
         # The one synchronisation of a step, after all its work is queued. Weights spoilt by a NaN are never written.
         mean, size = torch.stack((total.double(), norm.double())).tolist()
+        mean = processes.summed(mean)
         if not (abs(mean) < float("inf") and abs(size) < float("inf")):
             raise FarstateError(
                 f"{job.stage}: the loss is {mean} and the gradient's norm {size} in step {step + 1} of {job.steps} (learning rate {rate:.3g}); "
@@ -414,15 +532,20 @@ class _Step:
             ages.add(step + 1, given)
         return mean, size, rate
 
-    def _parts(self, batch: Batch) -> Iterator[_Part]:
-        size = batch.tokens.shape[0] // self._job.recipe.micro_batches
+    def _parts(self, step: int) -> Iterator[_Part]:
+        job, own = self._job, self._own_rows
+        batch = job.batches.batch(step) if own is None else job.batches.batch(step, own)
+        total = None
+        if batch.weights is not None:
+            total = job.division.processes.summed(float(batch.weights.double().sum()))
+        size = batch.tokens.shape[0] // job.division.parts
         for first in range(0, batch.tokens.shape[0], size):
             rows = slice(first, first + size)
-            tokens = batch.tokens[rows].to(self._job.device, non_blocking=True)
-            weights, share = None, 1.0 / self._job.recipe.micro_batches
-            if batch.weights is not None:
-                weights = batch.weights[rows].to(self._job.device, non_blocking=True)
-                share = float(batch.weights[rows].double().sum() / batch.weights.double().sum())
+            tokens = batch.tokens[rows].to(job.device, non_blocking=True)
+            weights, share = None, 1.0 / (job.division.parts * job.division.processes.world)
+            if batch.weights is not None and total is not None:
+                weights = batch.weights[rows].to(job.device, non_blocking=True)
+                share = float(batch.weights[rows].double().sum()) / total
             yield _Part(tokens, batch.fresh[rows], weights, share)
 
 
@@ -430,54 +553,74 @@ class _Step:
 
 
 def _tensors(job: _Job, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What a run goes on from, whole: called by all processes, complete on the first."""
+    first = job.division.processes.first
     tensors: dict[str, Tensor] = {}
     for name, parameter in job.model.named_parameters():
-        tensors[f"model/{name}"] = parameter
-        tensors |= {f"optimizer/{slot}/{name}": value for slot, value in optimizer.state[parameter].items()}
+        own = {f"model/{name}": parameter} | {f"optimizer/{slot}/{name}": t for slot, t in optimizer.state[parameter].items()}
+        whole = _whole(own)
+        if first:
+            tensors |= whole
     return tensors | {f"intervention/{name}": value for name, value in job.intervention.state_dict().items()}
 
 
+def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors put together where they are shared out, those on the CPU: one at a time is on the device."""
+    return {name: whole if (whole := distributed.whole(t)) is t else whole.cpu() for name, t in tensors.items()}
+
+
 @torch.no_grad()
-def _restore(job: _Job, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def _restore(job: _Job, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Take back what `_tensors` gave the first process, on any number of them."""
+    processes = job.division.processes
+    kinds: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "intervention": {}}
+    for full, value in tensors.items():
+        kind, _, name = full.partition("/")
+        if kind in kinds:
+            kinds[kind][name] = value
+    model, slotted, kept = (processes.received(kinds[kind]) for kind in kinds)
     parameters = dict(job.model.named_parameters())
+    for name, value in model.items():
+        parameters[name].copy_(distributed.placed_like(value, parameters[name]))
     numbers = {
         parameter: number for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
     }
     slots: dict[int, dict[str, Tensor]] = {number: {} for number in numbers.values()}
-    kept: dict[str, Tensor] = {}
-    for full, value in tensors.items():
-        kind, _, name = full.partition("/")
-        if kind == "model":
-            parameters[name].copy_(value)
-        elif kind == "optimizer":
-            slot, _, name = name.partition("/")
-            slots[numbers[parameters[name]]][slot] = value
-        elif kind == "intervention":
-            kept[name] = value
+    for full, value in slotted.items():
+        slot, _, name = full.partition("/")
+        parameter = parameters[name]
+        slots[numbers[parameter]][slot] = value if slot == "step" else distributed.placed_like(value, parameter)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
     job.intervention.load_state_dict(kept)
 
 
-def _publish(job: _Job, metrics: Metrics, ages: Ages | None, output: Path, scratch: Path, manifest: dict[str, Any]) -> None:
+def _write_weights(job: _Job, path: Path, origin: Origin, tokens: int) -> None:
+    """Write the weights with what they were trained on; called by all processes."""
+    weights = _whole(dict(job.model.named_parameters()))
+    if job.division.processes.first:
+        own_format.write_weights(job.model.config, weights, path, origin, tokens=str(tokens))
+
+
+def _publish(
+    job: _Job, metrics: Metrics | None, ages: Ages | None, output: Path, scratch: Path, manifest: dict[str, Any]
+) -> None:
     names = [CONFIG, SAFETENSORS, METRICS]
-    for due in job.snapshots:
-        name = snapshot_file(due)
-        _place(scratch / _SNAPSHOTS / name, output / name)
-        names.append(name)
     tokens = job.steps * job.recipe.batch_tokens
-    write_weights(job.model, output / SAFETENSORS, job.origin, tokens=str(tokens))
+    if metrics is not None:
+        for due in job.snapshots:
+            name = snapshot_file(due)
+            _place(scratch / _SNAPSHOTS / name, output / name)
+            names.append(name)
+    _write_weights(job, output / SAFETENSORS, job.origin, tokens)
+    age_rows = None if ages is None else ages.tensor()
+    if metrics is None:  # the first process writes
+        return
     write_json(output / CONFIG, job.model.config.model_dump(mode="json"))
     metrics.write(output / METRICS)
-    if ages is not None:
-        ages.write(output / AGES)
+    if age_rows is not None:
+        Ages.write(age_rows, output / AGES)
         names.append(AGES)
-    contents = {
-        **manifest,
-        "stage": job.stage,
-        "identity": job.identity,
-        "steps": job.steps,
-        "tokens": job.steps * job.recipe.batch_tokens,
-    }
+    contents = {**manifest, "stage": job.stage, "identity": job.identity, "steps": job.steps, "tokens": tokens}
     write_manifest(output, contents, names)
 
 
@@ -499,35 +642,66 @@ def _clear_scratch(scratch: Path) -> None:
 
 
 @contextmanager
-def _only_run(stage: str, identity: str, output: Path, scratch: Path, settings: RunSettings) -> Iterator[torch.device | None]:
+def _only_run(
+    stage: str, identity: str, output: Path, scratch: Path, settings: RunSettings, division: _Division
+) -> Iterator[torch.device | None]:
     """Hold the run's lock and give its device, or None where the result is already there.
 
     Within, torch has the settings' threads, and numbers below the normal range are flushed: on a CPU they are slow, and slow
     decays underflow into them.
     """
     device = _device(settings)
-    with only_one(scratch / "lock", f"{stage} {output.name}"):
-        if _is_finished(output, identity):
-            notice(f"{output}: already complete")
-            _clear_scratch(scratch)
+    processes = division.processes
+    with ExitStack() as stack:
+        if processes.first:
+            stack.enter_context(only_one(scratch / "lock", f"{stage} {output.name}"))
+        if processes.told(processes.first and _is_finished(output, identity)):
+            if processes.first:
+                notice(f"{output}: already complete")
+                _clear_scratch(scratch)
             yield None
             return
-        output.mkdir(parents=True, exist_ok=True)
-        (output / MANIFEST).unlink(missing_ok=True)
-        for folder in (output, scratch, scratch / _SNAPSHOTS):
-            clear_parts(folder)
+        if processes.first:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / MANIFEST).unlink(missing_ok=True)
+            for folder in (output, scratch, scratch / _SNAPSHOTS):
+                clear_parts(folder)
         threads = torch.get_num_threads()
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         try:
             with flushed_denormals():
                 yield device
-        except torch.OutOfMemoryError as error:
-            raise FarstateError(
-                f"{stage}: the GPU's memory does not hold a micro-batch; raise {_recipe_key(stage)}.micro_batches ({str(error).splitlines()[0]})"
-            ) from error
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise FarstateError(_more_memory(stage, division, device, settings, str(error))) from error
         finally:
             torch.set_num_threads(threads)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(
+        re.search(r"DefaultCPUAllocator: (can't allocate|not enough) memory", str(error))
+    )
+
+
+def _more_memory(stage: str, division: _Division, device: torch.device, settings: RunSettings, cause: str) -> str:
+    """What to do where memory does not hold a micro-batch, without changing the experiment."""
+    where = "GPU's memory" if device.type == "cuda" else "memory"
+    told = f"{stage}: the {where} does not hold {division.part} rows of a micro-batch"
+    share = division.part * division.split
+    splits = [n for n in range(division.split + 1, share + 1) if share % n == 0]
+    remedies = []
+    if division.passes:
+        told += "; states pass from micro-batch to micro-batch here (`previous: micro_batch`), so a smaller one would be another experiment"
+    elif splits:
+        remedies.append(f"--config 'settings={{split_micro_batches: {splits[0]}}}'")
+    if not settings.activation_checkpointing:
+        remedies.append("--config 'settings={distributed: {activation_checkpointing: true}}'")
+    remedies.append("more processes (settings.distributed.processes, mode: fsdp)")
+    detail = cause.strip().splitlines()[0][:200] if cause.strip() else "MemoryError"
+    return f"{told}; use {', or '.join(remedies)}: the same numbers to float32 tolerance, from the last checkpoint on ({detail})"
 
 
 def _is_finished(output: Path, identity: str) -> bool:
@@ -542,18 +716,22 @@ def _device(settings: RunSettings) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise FarstateError("settings.device: 'cuda' was asked for, but torch finds no GPU; use 'auto' or 'cpu'")
-    return torch.device("cuda", torch.cuda.current_device())
+    return distributed.local_gpu()
 
 
 class _Stop:
-    """The name of the signal that asked the run to stop, or empty."""
+    """The number of the signal that asked the run to stop, or 0."""
 
-    requested = ""
+    requested = 0
 
 
 @contextmanager
-def _stop_requests() -> Iterator[_Stop]:
-    """Let SIGTERM (a cluster's time limit) and Ctrl-C end the run after the current step; a second one acts at once."""
+def _stop_requests(repeated: bool) -> Iterator[_Stop]:
+    """Let SIGTERM (a cluster's time limit) and Ctrl-C end the run after the current step; a second one acts at once.
+
+    `repeated`: a signal may come twice, from the cluster and from torchrun, which kills by itself in the end; more of them
+    change nothing.
+    """
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -565,8 +743,9 @@ def _stop_requests() -> Iterator[_Stop]:
             signal.signal(number, handler)
 
     def request(number: int, frame: FrameType | None) -> None:
-        stop.requested = signal.Signals(number).name
-        restore()
+        stop.requested = number
+        if not repeated:
+            restore()
 
     for number in before:
         signal.signal(number, request)
@@ -579,13 +758,6 @@ def _stop_requests() -> Iterator[_Stop]:
 def _recipe_key(stage: str) -> str:
     """Where the parameters say how a stage trains."""
     return "tasks.*.training.recipe" if stage == "tune" else f"{stage}.recipe"
-
-
-def _rows(recipe: params.Recipe, context: int) -> int:
-    part = context * recipe.micro_batches
-    if recipe.batch_tokens % part:
-        raise FarstateError(f"recipe.batch_tokens: {recipe.batch_tokens} is not a multiple of context × micro_batches = {part}")
-    return recipe.batch_tokens // context
 
 
 def _check_vocabulary(store: TokenStore, config: Config, where: str) -> None:
