@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -36,15 +37,30 @@ Record = Annotated[Path, typer.Argument(help="resolved parameters of the stage, 
 Output = Annotated[Path | None, typer.Option(help="result directory; default: the one the record names")]
 
 
+# What several processes compute together when torchrun starts them.
+_SHARED = ("pretrain", "posttrain", "tune")
+
+
+def _run_shared(record: Path, output: Path | None, rule: str, work: Callable[[Stage], dict[str, Any]]) -> None:
+    from farstate.training.distributed import launched
+
+    with launched():
+        _run(record, output, rule, work)
+
+
 def _run(record: Path, output: Path | None, rule: str, work: Callable[[Stage], dict[str, Any] | None]) -> None:
     from farstate import integrity
     from farstate.ops import backends
     from farstate.provenance import write_provenance
 
+    if rule not in _SHARED and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise FarstateError(f"{rule}: is computed by one process, torchrun started {os.environ['WORLD_SIZE']}; call farstate itself")
     started = time.time()
     stage = Stage(record, output, rule)
     with backends.use(stage.settings.backend) as operations:
         facts = work(stage)
+    if os.environ.get("RANK", "0") != "0":
+        return  # the first process writes
     integrity.note(stage.output)
     write_provenance(stage.record, stage.output, started, facts, operations.record())
 
@@ -280,7 +296,7 @@ def pretrain(record: Record, output: Output = None) -> None:
 
         return pretrain_stage(stage)
 
-    _run(record, output, "pretrain", work)
+    _run_shared(record, output, "pretrain", work)
 
 
 @app.command("import-checkpoint")
@@ -304,7 +320,7 @@ def posttrain(record: Record, output: Output = None) -> None:
 
         return posttrain_stage(stage)
 
-    _run(record, output, "posttrain", work)
+    _run_shared(record, output, "posttrain", work)
 
 
 @app.command("task-data")
@@ -328,7 +344,7 @@ def tune(record: Record, output: Output = None) -> None:
 
         return tune_stage(stage)
 
-    _run(record, output, "tune", work)
+    _run_shared(record, output, "tune", work)
 
 
 @app.command()
