@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from farstate.corpus.document_table import DocumentTable
 from farstate.corpus.permutation import mix, permute
 from farstate.corpus.readers import Batch, OrderedStreams, ShuffledStreams, ShuffledWindows, held_out, rank_rows
 from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
+from farstate.files import read_manifest
 from golden import check
 from test_corpus_store import expected_tokens, make_store
 
@@ -296,3 +302,79 @@ def test_a_batch_that_cannot_be_shared_or_has_no_such_row(store: TokenStore) -> 
     for rows in ([4], [-1], [0, 9]):
         with pytest.raises(IndexError, match="of a batch of 4"):
             reader.batch(0, np.array(rows))
+
+
+# --- against the plain way: all documents in memory --------------------------------------------------------
+
+
+def plain_windows(table: DocumentTable, context: int, rows: int, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Document and offset of a shuffled batch, by cumulative sums over all documents."""
+    counts = np.maximum(table.length - 1, 0) // context
+    ends = np.cumsum(counts)
+    number = np.arange(step * rows, (step + 1) * rows)
+    epoch, place = np.divmod(number, ends[-1])
+    window = permute(place, int(ends[-1]), seed, 0, epoch)
+    document = np.searchsorted(ends, window, side="right")
+    slack = (table.length[document] - 1) % context
+    phase = (mix(seed, 1, epoch, document) % (slack + 1).astype(np.uint64)).astype(np.int64)
+    return document, (window - (ends - counts)[document]) * context + phase
+
+
+def plain_streams(table: DocumentTable, context: int, rows: int, steps: int, seed: int, longest: int) -> list[list[Any]]:
+    """[step][row] → (document, offset, fresh), by a list of all stretches of all documents, handed to the row that is free first."""
+    counts = np.maximum(table.length - 1, 0) // context
+    stretches = [
+        (document, first, min(longest, count - first))
+        for document, count in enumerate(counts.tolist())
+        for first in range(0, count, longest)
+    ]
+    order = [stretches[n] for n in permute(np.arange(len(stretches)), len(stretches), seed, 2)]
+    read: list[list[Any]] = [[None] * rows for _ in range(steps)]
+    ends, rests = [0] * rows, []
+    while min(ends) < steps:
+        row = ends.index(min(ends))
+        document, first, count = order.pop(0) if order else rests.pop()
+        room = min(count, steps - ends[row])
+        for n in range(room):
+            read[ends[row] + n][row] = (document, (first + n) * context, n == 0)
+        if count > room:
+            rests.append((document, first + room, count - room))
+        ends[row] += room
+    return read
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_the_same_batches_as_with_everything_in_memory(tmp_path: Path, number: int) -> None:
+    """Random stores of several blocks of documents, most too short for a window; also without the raw columns, as older stores are."""
+    generator = np.random.default_rng(number)
+    count = int(generator.integers(1, 3000))
+    lengths = np.where(generator.random(count) < 0.6, generator.integers(0, T, count), generator.geometric(0.02, count))
+    lengths[generator.integers(count)] = 40 * T
+    store = make_store(tmp_path, [(f"{number}.{n}", "train", int(length)) for n, length in enumerate(lengths)])
+    table = store.documents("train")
+    rows, seed = int(generator.integers(1, 40)), int(generator.integers(100))
+    steps = max(1, min(9, int((np.maximum(lengths - 1, 0) // T).sum()) // rows))
+    manifest = read_manifest(tmp_path / "store")
+    manifest["files"] = {name: record for name, record in manifest["files"].items() if not name.endswith(".bin")}
+    stores = [store]
+    if number % 2:
+        (tmp_path / "older").mkdir()
+        for name in (*manifest["files"], "manifest.json"):
+            shutil.copy(tmp_path / "store" / name, tmp_path / "older" / name)
+        (tmp_path / "older" / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+        stores.append(TokenStore(tmp_path / "older"))
+    for opened in stores:
+        reader = ShuffledWindows(opened, "train", T, rows, seed)
+        for step in (0, 1, 10**6):
+            batch = reader.batch(step)
+            document, offset = plain_windows(table, T, rows, seed, step)
+            assert (batch.document.tolist(), batch.offset.tolist()) == (document.tolist(), offset.tolist())
+            assert_true_to_the_text(opened, batch, rows)
+        for longest in (None, 3):
+            streams = OrderedStreams(opened, "train", T, rows, steps, seed, longest and longest * T)
+            wanted = plain_streams(table, T, rows, steps, seed, longest or 10**9)
+            for step in range(steps):
+                batch = streams.batch(step)
+                assert (
+                    list(zip(batch.document.tolist(), batch.offset.tolist(), batch.fresh.tolist(), strict=True)) == wanted[step]
+                )

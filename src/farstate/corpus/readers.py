@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from farstate.corpus.document_table import DocumentTable, Pieces
 from farstate.corpus.permutation import mix, permute
-from farstate.corpus.store import DocumentTable, TokenStore, length_buckets
+from farstate.corpus.store import TokenStore, length_buckets
 from farstate.errors import FarstateError
 
 Integers = NDArray[np.int64]
@@ -84,40 +85,53 @@ def chosen(rows: Integers | None, batch_size: int) -> Integers:
 class ShuffledWindows:
     """Windows in shuffled order, epoch after epoch, for pre-training.
 
-    Each epoch is a permutation of all windows, and shifts those of each document by a phase of its own, drawn from
-    the positions that keep the document's number of windows; so epochs differ in order and in cuts.
+    Documents are cut into blocks of K tokens, by default of one window: K = T. Each epoch is a permutation of all blocks, and shifts
+    those of each document by a phase of its own, drawn from the positions that keep the document's number of blocks; so
+    epochs differ in order and in cuts. What of a document is left beside its whole blocks is not read in that epoch; a document
+    of fewer than K + 1 tokens never is.
+
+    A block is read as K / T consecutive windows, one after the other through the batches: number n of all windows is the stretch of
+    T tokens from n · T on of the blocks laid end to end. So readers with equal K and seed but other T have read the same text in the
+    same order after equally many tokens; with as many tokens in a batch, in every single batch.
 
     Args:
         context: T in tokens.
         batch_size: B in rows.
+        block_tokens: K in tokens, a multiple of T; None: T.
 
     Attributes:
         windows: windows in an epoch.
 
     Raises:
-        FarstateError: no document of the split has T + 1 tokens.
+        FarstateError: no document of the split has K + 1 tokens, or K is not a multiple of T.
     """
 
-    def __init__(self, store: TokenStore, split: str, context: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, store: TokenStore, split: str, context: int, batch_size: int, seed: int, block_tokens: int | None = None
+    ) -> None:
         self._store = store
         self._table = store.documents(split)
         self._context = context
+        self._block = context if block_tokens is None else block_tokens
+        if self._block % context:
+            raise FarstateError(f"pretrain.block_tokens: {self._block} is not a multiple of the context of {context} tokens")
         self._batch_size = batch_size
         self._seed = seed
-        counts = _window_counts(self._table, context)
-        self._ends = np.cumsum(counts)
-        self._starts = self._ends - counts
-        self.windows = int(self._ends[-1])
+        self._blocks = Pieces(self._table, lambda lengths: whole_windows(lengths, self._block))
+        if not self._blocks.total:
+            raise _too_short(self._table, self._block + 1, "lower models.*.context or add longer documents")
+        self.windows = self._blocks.total * (self._block // context)
 
     def batch(self, step: int, rows: Integers | None = None) -> Batch:
         """The batch of `step` = 0, 1, …, or the given rows of it; every row is fresh."""
         number = step * self._batch_size + chosen(rows, self._batch_size)
-        epoch, place = np.divmod(number, self.windows)
-        window = permute(place, self.windows, self._seed, _WINDOWS, epoch)
-        document = np.searchsorted(self._ends, window, side="right")
-        slack = (self._table.length[document] - 1) % self._context
+        number, part = np.divmod(number, self._block // self._context)
+        epoch, place = np.divmod(number, self._blocks.total)
+        block = permute(place, self._blocks.total, self._seed, _WINDOWS, epoch)
+        document, of_document, length = self._blocks.locate(block)
+        slack = (length - 1) % self._block
         phase = mix(self._seed, _PHASES, epoch, document) % (slack + 1).astype(np.uint64)
-        offset = (window - self._starts[document]) * self._context + phase.astype(np.int64)
+        offset = of_document * self._block + phase.astype(np.int64) + part * self._context
         return _batch(self._store, self._table, document, offset, self._context, np.ones(document.size, dtype=np.bool_))
 
 
@@ -150,15 +164,16 @@ class OrderedStreams:
             raise FarstateError(
                 f"posttrain.stretch_tokens: {stretch_tokens} is shorter than one window of {context} tokens (models.*.context)"
             )
-        counts = _window_counts(self._table, context)
-        windows = int(counts.sum())
+        windows = windows_of(self._table, context)
+        if not windows:
+            raise _too_short(self._table, context + 1, "lower models.*.context or add longer documents")
         if windows < batch_size * steps:
             raise FarstateError(
                 f"split '{split}': has {windows} whole windows of {context} tokens, posttrain.steps × rows a step "
                 f"(posttrain.recipe.batch_tokens / context) = {steps} × {batch_size} = {batch_size * steps} are to be read; "
                 "lower posttrain.steps or posttrain.recipe.batch_tokens, or add text"
             )
-        self._schedule(counts, windows if stretch_tokens is None else stretch_tokens // context, seed)
+        self._schedule(windows if stretch_tokens is None else stretch_tokens // context, seed)
 
     def batch(self, step: int, rows: Integers | None = None) -> Batch:
         """The batch of `step` in [0, steps), or the given rows of it."""
@@ -174,11 +189,9 @@ class OrderedStreams:
         began = self._keys[at] - row * self.steps
         return self._documents[at], (self._windows[at] + step - began) * self.context, began
 
-    def _schedule(self, counts: Integers, longest: int, seed: int) -> None:
-        pieces = -(-counts // longest)
-        ends = np.cumsum(pieces)
-        total = int(ends[-1])
-        stretches = _drawn(total, seed)
+    def _schedule(self, longest: int, seed: int) -> None:
+        pieces = Pieces(self._table, lambda lengths: -(-whole_windows(lengths, self.context) // longest))
+        stretches = _drawn(pieces, seed)
         rests: list[tuple[int, int, int]] = []
         free = [(0, row) for row in range(self.batch_size)]
         plan: list[tuple[int, int, int]] = []
@@ -186,9 +199,9 @@ class OrderedStreams:
             step, row = heapq.heappop(free)
             stretch = next(stretches, None)
             if stretch is not None:
-                document = int(np.searchsorted(ends, stretch, side="right"))
-                window = (stretch - int(ends[document] - pieces[document])) * longest
-                count = min(longest, int(counts[document]) - window)
+                document, number, length = stretch
+                window = number * longest
+                count = min(longest, (length - 1) // self.context - window)
             else:
                 document, window, count = rests.pop()
             plan.append((row * self.steps + step, document, window))
@@ -274,35 +287,43 @@ def held_out(
     ]
 
 
-def _drawn(total: int, seed: int) -> Iterator[int]:
-    """Every stretch once, in pseudo-random order; computed as it is needed, since few of a large corpus are."""
-    for start in range(0, total, _DRAWN_AT_ONCE):
-        block = np.arange(start, min(start + _DRAWN_AT_ONCE, total), dtype=np.int64)
-        yield from permute(block, total, seed, _STRETCHES).tolist()
-
-
-def _window_counts(table: DocumentTable, context: int) -> Integers:
-    counts: Integers = np.maximum(table.length - 1, 0) // context
-    if not counts.any():
-        raise _too_short(table, context + 1, "lower models.*.context or add longer documents")
+def whole_windows(lengths: Integers, context: int) -> Integers:
+    """How many windows of T = `context` tokens documents of the given lengths have."""
+    counts: Integers = np.maximum(lengths - 1, 0) // context
     return counts
+
+
+def windows_of(table: DocumentTable, context: int) -> int:
+    """How many windows of T = `context` tokens all documents of a split have."""
+    return sum(int(whole_windows(lengths, context).sum()) for lengths in table.scan())
+
+
+def _drawn(pieces: Pieces, seed: int) -> Iterator[tuple[int, int, int]]:
+    """Every piece once, in pseudo-random order: document, number in it, the document's length. Computed as it is needed, since
+    few of a large corpus are."""
+    for start in range(0, pieces.total, _DRAWN_AT_ONCE):
+        block = np.arange(start, min(start + _DRAWN_AT_ONCE, pieces.total), dtype=np.int64)
+        found = pieces.locate(permute(block, pieces.total, seed, _STRETCHES))
+        yield from zip(*(values.tolist() for values in found), strict=True)
 
 
 def _too_short(table: DocumentTable, needed: int, remedy: str) -> FarstateError:
     if not len(table):
         return FarstateError(f"split '{table.split}': has no documents; raise its share (corpus.split) or add documents")
-    longest = int(np.argmax(table.length))
-    buckets = ", ".join(f"{count} from {edge}" for edge, count in length_buckets(table.length).items())
+    lengths = table.length
+    longest = np.argmax(lengths, keepdims=True)
+    buckets = ", ".join(f"{count} from {edge}" for edge, count in length_buckets(lengths).items())
     return FarstateError(
-        f"split '{table.split}': no document has {needed} tokens; the longest of {len(table)} is '{table.title[longest]}' with "
-        f"{table.length[longest]} (documents by length in tokens: {buckets}); {remedy}"
+        f"split '{table.split}': no document has {needed} tokens; the longest of {len(table)} is "
+        f"'{table.strings('title', longest)[0]}' with {lengths[longest[0]]} (documents by length in tokens: {buckets}); {remedy}"
     )
 
 
 def _batch(
     store: TokenStore, table: DocumentTable, document: Integers, offset: Integers, context: int, fresh: NDArray[np.bool_]
 ) -> Batch:
-    tokens = store.windows(table.shard[document], table.offset[document] + offset, context + 1)
+    shard, first = table.places(document)
+    tokens = store.windows(shard, first + offset, context + 1)
     return Batch(
         torch.from_numpy(tokens), torch.from_numpy(document.astype(np.int64)), torch.from_numpy(offset), torch.from_numpy(fresh)
     )

@@ -1,19 +1,24 @@
-"""The token store: the shards of a corpus as one memory-mapped collection of documents."""
+"""The token store: the shards of a corpus as one collection of documents."""
 
 from __future__ import annotations
 
 import os
-from functools import cached_property
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from farstate.corpus import stage
+from farstate.corpus.columns import FileColumn, Integers
+from farstate.corpus.document_table import LENGTHS, OFFSETS, RAW, SHARDS, DocumentTable
 from farstate.corpus.tokens import INDEX, INDEX_SCHEMA, TOKENS
 from farstate.errors import FarstateError, nearest
 from farstate.files import atomic_path, read_json, read_manifest, write_json, write_manifest
@@ -27,19 +32,35 @@ STORE_SCHEMA = pa.schema(
     ]
 )
 _GROUP_DOCUMENTS = 1 << 20
+# What is sorted in memory at one time, and what is read of a shard's index at one time.
+_BUCKET_DOCUMENTS = 1 << 19
+_READ_DOCUMENTS = 1 << 17
+# Each is an open file while the shards are read.
+_MOST_BUCKETS = 512
+_SCRATCH = ".buckets"
 
-Integers = NDArray[np.int64]
 
-
-def write_store(shards: list[Path], vocabulary_size: int, output: Path, *, to_train_on: bool = True) -> None:
+def write_store(
+    shards: list[Path],
+    vocabulary_size: int,
+    output: Path,
+    *,
+    to_train_on: bool = True,
+    progress: stage.Progress | None = None,
+) -> None:
     """Join results of `write_tokens` into a store in the directory `output`; no token is copied.
 
     `store.json` lists the shards (paths relative to `output`) and counts documents and tokens per split, per length
     (keys are lower edges: "4096" counts lengths 4096 … 8191) and per pile_set_name. `index.parquet` holds the kept documents
-    by (split, id). Of documents with the same content in several shards the first is kept.
+    by (split, id); `offsets.bin`, `lengths.bin` and `shards.bin` are three of its columns as raw little-endian integers (see RAW),
+    row by row, for readers. Of documents with the same content in several shards the first is kept.
+
+    An index of more than half a million documents is sorted in parts by the first digits of the ids, which lie beside the result
+    until it is finished, so that memory does not grow with the corpus.
 
     Args:
         to_train_on: whether the training split must hold documents.
+        progress: called with the documents sorted so far and those of all shards.
 
     Raises:
         FarstateError: a shard is unfinished or does not fit the others or the vocabulary; nothing is left to train on.
@@ -57,25 +78,26 @@ def write_store(shards: list[Path], vocabulary_size: int, output: Path, *, to_tr
             raise FarstateError(
                 f"{shard}: holds {manifest['dtype']}, {shards[0]} holds {manifests[0]['dtype']}; delete one and run again"
             )
-    index = pa.concat_tables([_shard_index(shard, number) for number, shard in enumerate(shards)])
-    total = index.num_rows
-    index = _first_of_each(index)
-    parts = {split: index.filter(pc.equal(index["split"], split)) for split in stage.SPLITS}
-    if to_train_on and not parts["train"].num_rows:
-        raise FarstateError(
-            f"corpus: the training split is empty ({index.num_rows} documents in all); lower corpus.split.validation "
-            "and corpus.split.test, change corpus.split.salt, or add documents"
-        )
-    with atomic_path(output / INDEX) as temporary, pq.ParquetWriter(temporary, STORE_SCHEMA, compression="zstd") as writer:
-        for part in parts.values():
-            if part.num_rows:
-                writer.write_table(part, row_group_size=_GROUP_DOCUMENTS)
+    total = sum(pq.read_metadata(shard / INDEX).num_rows for shard in shards)
+    done = 0
+    with _scratch(output / _SCRATCH) as scratch, _Index(output, scratch) as index:
+        for part in _by_content(shards, total, scratch):
+            index.add(_first_of_each(part))
+            done += part.num_rows
+            if progress:
+                progress(done, total)
+        if to_train_on and not index.splits["train"].documents:
+            raise FarstateError(
+                f"corpus: the training split is empty ({index.documents} documents in all); lower corpus.split.validation "
+                "and corpus.split.test, change corpus.split.salt, or add documents"
+            )
+        index.finish()
     contents = {
         "dtype": manifests[0]["dtype"],
         "vocabulary_size": vocabulary_size,
-        "documents": index.num_rows,
-        "duplicates": total - index.num_rows,
-        "splits": {split: _summary(part) for split, part in parts.items()},
+        "documents": index.documents,
+        "duplicates": total - index.documents,
+        "splits": {split: summary.as_json() for split, summary in index.splits.items()},
     }
     records = [
         {
@@ -86,13 +108,59 @@ def write_store(shards: list[Path], vocabulary_size: int, output: Path, *, to_tr
         for shard, manifest in zip(shards, manifests, strict=True)
     ]
     write_json(output / STORE, {**contents, "shards": records})
-    write_manifest(output, contents, [STORE, INDEX])
+    write_manifest(output, contents, [STORE, INDEX, *RAW])
 
 
-def _shard_index(shard: Path, number: int) -> pa.Table:
-    table = pq.read_table(shard / INDEX, schema=INDEX_SCHEMA)
-    shard = pa.array(np.full(table.num_rows, number, dtype=np.int32))
-    return table.append_column(STORE_SCHEMA.field("shard"), shard).cast(STORE_SCHEMA)
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """An empty folder for the time being; what a killed run left in it is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _by_content(shards: list[Path], total: int, scratch: Path) -> Iterator[pa.Table]:
+    """The documents of all shards in parts of ascending ids, unsorted within: equal ids are in one part, earlier shards first."""
+    count = min(-(-total // _BUCKET_DOCUMENTS), _MOST_BUCKETS)
+    if count <= 1:
+        yield pa.concat_tables([_numbered(pq.read_table(shard / INDEX), number) for number, shard in enumerate(shards)])
+        return
+    paths = [scratch / f"{number}.arrow" for number in range(count)]
+    with ExitStack() as stack:
+        writers = [stack.enter_context(_stream(path)) for path in paths]
+        for number, shard in enumerate(shards):
+            for batch in stack.enter_context(pq.ParquetFile(shard / INDEX)).iter_batches(_READ_DOCUMENTS):
+                table = _numbered(pa.Table.from_batches([batch]), number)
+                bucket = _leading(table["id"]) * count >> 16
+                table = table.take(pa.array(np.argsort(bucket, kind="stable")))
+                ends = np.cumsum(np.bincount(bucket, minlength=count))
+                for writer, end, start in zip(writers, ends.tolist(), [0, *ends[:-1].tolist()], strict=True):
+                    if end > start:
+                        writer.write_table(table.slice(start, end - start))
+    for path in paths:
+        with pa.OSFile(str(path), "rb") as source:
+            yield pa.ipc.open_stream(source).read_all()
+        path.unlink()
+
+
+def _stream(path: Path) -> pa.ipc.RecordBatchStreamWriter:
+    return pa.ipc.new_stream(str(path), STORE_SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4"))
+
+
+def _leading(ids: pa.ChunkedArray) -> Integers:
+    """(n,): the first 16 bits of ids, which are hexadecimal numbers and sort as such."""
+    digits = pc.utf8_slice_codeunits(ids, 0, 4).combine_chunks()
+    codes = np.frombuffer(digits.buffers()[2], dtype=np.uint8, count=4 * len(digits)).reshape(-1, 4).astype(np.int64)
+    values = np.where(codes > ord("9"), codes - ord("a") + 10, codes - ord("0"))
+    return values @ np.array([1 << 12, 1 << 8, 1 << 4, 1])
+
+
+def _numbered(index: pa.Table, number: int) -> pa.Table:
+    shard = pa.array(np.full(index.num_rows, number, dtype=np.int32))
+    return index.select(INDEX_SCHEMA.names).append_column(STORE_SCHEMA.field("shard"), shard).cast(STORE_SCHEMA)
 
 
 def _first_of_each(index: pa.Table) -> pa.Table:
@@ -105,19 +173,103 @@ def _first_of_each(index: pa.Table) -> pa.Table:
     return index.filter(pa.array(new))
 
 
-def _summary(part: pa.Table) -> dict[str, Any]:
-    sets = part.group_by("pile_set_name").aggregate([("length", "sum"), ("length", "count")]).to_pylist()
-    return {
-        "documents": part.num_rows,
-        "tokens": pc.sum(part["length"]).as_py() or 0,
-        "bytes": pc.sum(part["bytes"]).as_py() or 0,
-        "lengths": length_buckets(part["length"].to_numpy()),
-        "pile_set_names": {
-            row["pile_set_name"]: {"documents": row["length_count"], "tokens": row["length_sum"]}
-            for row in sets
-            if row["pile_set_name"] is not None
-        },
-    }
+class _Summary:
+    """Counts of a split's documents."""
+
+    def __init__(self) -> None:
+        self.documents = self.tokens = self.bytes = 0
+        self._lengths: Counter[str] = Counter()
+        self._sets: dict[str, Counter[str]] = {}
+
+    def add(self, part: pa.Table) -> None:
+        self.documents += part.num_rows
+        self.tokens += pc.sum(part["length"]).as_py() or 0
+        self.bytes += pc.sum(part["bytes"]).as_py() or 0
+        self._lengths.update(length_buckets(part["length"].to_numpy()))
+        for row in part.group_by("pile_set_name").aggregate([("length", "sum"), ("length", "count")]).to_pylist():
+            if row["pile_set_name"] is not None:
+                counts = {"documents": row["length_count"], "tokens": row["length_sum"]}
+                self._sets.setdefault(row["pile_set_name"], Counter()).update(counts)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "lengths": dict(self._lengths),
+            "pile_set_names": {name: dict(counts) for name, counts in self._sets.items()},
+        }
+
+
+class _Index:
+    """Writes index.parquet and its raw columns, from documents that come by ascending id: split after split.
+
+    All but the first split wait on the disk until the first is complete.
+    """
+
+    def __init__(self, output: Path, scratch: Path) -> None:
+        self.splits = {split: _Summary() for split in stage.SPLITS}
+        self._output = output
+        self._waiting = {split: scratch / f"{split}.arrow" for split in stage.SPLITS[1:]}
+        self._pending: list[pa.Table] = []
+        self._rows = 0
+
+    @property
+    def documents(self) -> int:
+        return sum(summary.documents for summary in self.splits.values())
+
+    def __enter__(self) -> _Index:
+        with ExitStack() as stack:
+            self._parquet = stack.enter_context(
+                pq.ParquetWriter(stack.enter_context(atomic_path(self._output / INDEX)), STORE_SCHEMA, compression="zstd")
+            )
+            self._raw: dict[str, IO[bytes]] = {
+                name: stack.enter_context(open(stack.enter_context(atomic_path(self._output / name)), "wb")) for name in RAW
+            }
+            self._waiting_writers = {split: stack.enter_context(_stream(path)) for split, path in self._waiting.items()}
+            self._files = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._files.__exit__(*exception)
+
+    def add(self, documents: pa.Table) -> None:
+        for split, summary in self.splits.items():
+            part = documents.filter(pc.equal(documents["split"], split))
+            summary.add(part)
+            if split in self._waiting_writers:
+                self._waiting_writers[split].write_table(part)
+            else:
+                self._write(part)
+
+    def finish(self) -> None:
+        self._end_split()
+        for split, path in self._waiting.items():
+            self._waiting_writers[split].close()
+            with pa.OSFile(str(path), "rb") as source:
+                for batch in pa.ipc.open_stream(source):
+                    self._write(pa.Table.from_batches([batch]))
+            self._end_split()
+
+    def _write(self, part: pa.Table) -> None:
+        for name, column in ((OFFSETS, "offset"), (LENGTHS, "length"), (SHARDS, "shard")):
+            part[column].to_numpy().astype(RAW[name], copy=False).tofile(self._raw[name])
+        self._pending.append(part)
+        self._rows += part.num_rows
+        if self._rows >= _GROUP_DOCUMENTS:
+            whole = self._rows // _GROUP_DOCUMENTS * _GROUP_DOCUMENTS
+            table = pa.concat_tables(self._pending)
+            self._groups(table.slice(0, whole))
+            self._pending, self._rows = [table.slice(whole)], self._rows - whole
+
+    def _end_split(self) -> None:
+        if self._rows:
+            self._groups(pa.concat_tables(self._pending))
+        self._pending, self._rows = [], 0
+
+    def _groups(self, table: pa.Table) -> None:
+        # In one chunk each: the bytes do not depend on how the documents came.
+        self._parquet.write_table(table.combine_chunks(), row_group_size=_GROUP_DOCUMENTS)
 
 
 def length_buckets(lengths: Integers) -> dict[str, int]:
@@ -127,50 +279,8 @@ def length_buckets(lengths: Integers) -> dict[str, int]:
     return {str(int(edge)): int(count) for edge, count in zip(edges, counts, strict=True)}
 
 
-class DocumentTable:
-    """The documents of one split, by content hash; a document's index is its place here.
-
-    Attributes:
-        shard: (D,) int32, offset: (D,) int64, length: (D,) int64 in tokens.
-        ids, source, title: (D,) str; pile_set_name: (D,) object, str or None. Read when first asked for.
-    """
-
-    def __init__(self, path: Path, split: str) -> None:
-        self._path = path
-        self.split = split
-        numbers = self._read(["shard", "offset", "length"])
-        self.shard: NDArray[np.int32] = numbers["shard"].to_numpy()
-        self.offset: Integers = numbers["offset"].to_numpy()
-        self.length: Integers = numbers["length"].to_numpy()
-
-    def __len__(self) -> int:
-        return self.length.size
-
-    @cached_property
-    def ids(self) -> NDArray[np.str_]:
-        return self._strings("id")
-
-    @cached_property
-    def source(self) -> NDArray[np.str_]:
-        return self._strings("source")
-
-    @cached_property
-    def title(self) -> NDArray[np.str_]:
-        return self._strings("title")
-
-    @cached_property
-    def pile_set_name(self) -> NDArray[np.object_]:
-        return np.array([*self._read(["pile_set_name"])["pile_set_name"].to_pylist(), None], dtype=object)[:-1]
-
-    def _strings(self, column: str) -> NDArray[np.str_]:
-        return np.array(self._read([column])[column].to_pylist(), dtype=np.str_)
-
-    def _read(self, columns: list[str]) -> pa.Table:
-        return pq.read_table(self._path, columns=columns, filters=pc.field("split") == self.split)
-
-
 class TokenStore:
-    """A store made by `write_store`, memory-mapped: opening takes no longer for a large one.
+    """A store made by `write_store`; opening takes no longer for a large one, and no more is read than is asked for.
 
     Raises:
         FarstateError: the store or a shard is missing, unfinished, of the wrong size, or not the one it was made of.
@@ -178,12 +288,14 @@ class TokenStore:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory)
-        read_manifest(self._directory)
+        manifest = read_manifest(self._directory)
         contents = read_json(self._directory / STORE)
         self.vocabulary_size: int = contents["vocabulary_size"]
         self._dtype = np.dtype(contents["dtype"]).newbyteorder("<")
+        self._counts = {split: contents["splits"][split]["documents"] for split in stage.SPLITS}
+        self._raw = all(name in manifest["files"] for name in RAW)
         self._tables: dict[str, DocumentTable] = {}
-        self._shards = [self._map(record) for record in contents["shards"]]
+        self._shards = [self._open(record) for record in contents["shards"]]
 
     def documents(self, split: str) -> DocumentTable:
         """The documents of `split` (train, validation or test), ordered by id whatever the order of the shards.
@@ -194,7 +306,8 @@ class TokenStore:
         if split not in stage.SPLITS:
             raise FarstateError(f"split '{split}': unknown{nearest(split, stage.SPLITS)}; known: {', '.join(stage.SPLITS)}")
         if split not in self._tables:
-            self._tables[split] = DocumentTable(self._directory / INDEX, split)
+            first = sum(self._counts[before] for before in stage.SPLITS[: stage.SPLITS.index(split)])
+            self._tables[split] = DocumentTable(self._directory / INDEX, split, first, self._counts[split], raw=self._raw)
         return self._tables[split]
 
     def read(self, shard: int, offset: int, length: int) -> Integers:
@@ -210,24 +323,21 @@ class TokenStore:
 
         Raises:
             IndexError: a range is not inside its shard.
+            FarstateError: a shard's file was removed or cut short since it was opened.
         """
         shards = np.asarray(shard, dtype=np.int64)
         offsets = np.asarray(offset, dtype=np.int64)
         if length < 0 or (offsets < 0).any() or (shards < 0).any() or (shards >= len(self._shards)).any():
             raise IndexError(f"{self._directory}: no such tokens (shards {shards}, offsets {offsets}, length {length})")
-        rows = np.empty((offsets.size, length), dtype=np.int64)
-        for number in np.unique(shards):
+        rows = np.empty((offsets.size, length), dtype=self._dtype)
+        for row, number, start in zip(rows, shards.tolist(), offsets.tolist(), strict=True):
             tokens = self._shards[number]
-            here = np.flatnonzero(shards == number)
-            if int(offsets[here].max()) > tokens.size - length:
-                raise IndexError(
-                    f"{self._directory}: shard {number} has {tokens.size} tokens, asked {length} from {offsets[here].max()} on"
-                )
-            for row in here:
-                rows[row] = tokens[offsets[row] : offsets[row] + length]
-        return rows
+            if start > len(tokens) - length:
+                raise IndexError(f"{self._directory}: shard {number} has {len(tokens)} tokens, asked {length} from {start} on")
+            tokens.read_into(row, start)
+        return rows.astype(np.int64)
 
-    def _map(self, record: dict[str, Any]) -> NDArray[Any]:
+    def _open(self, record: dict[str, Any]) -> FileColumn:
         directory = self._directory / record["path"]
         manifest = read_manifest(directory)
         path = directory / TOKENS
@@ -238,5 +348,4 @@ class TokenStore:
             raise FarstateError(
                 f"{path}: not the shard that {self._directory / STORE} was made of; delete {self._directory} and run again"
             )
-        tokens: NDArray[Any] = np.memmap(path, dtype=self._dtype, mode="r")
-        return tokens
+        return FileColumn(path, self._dtype, record["tokens"])

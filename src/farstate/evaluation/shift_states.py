@@ -95,8 +95,7 @@ class Measurement:
         if not self.heads:
             raise FarstateError("shift: the model has no recurrent state; there is nothing to compare")
         self.documents = np.array([text.document for text in texts])
-        lengths = store.documents("train").length
-        in_training = int((lengths > context).sum())
+        in_training = sum(int((lengths > context).sum()) for lengths in store.documents("train").scan())
         self.folds = min(shift.folds, in_training, int(np.unique(self.documents).size))
         self.test_folds = grouped_folds(*_counted(self.documents), max(1, self.folds))
         self.resamples = self.resample(self.documents)
@@ -129,7 +128,7 @@ class Measurement:
         windows = ShuffledWindows(self.store, "train", context, 1, shift.seed).windows
         count = min(shift.reference_states, windows)
         batch = ShuffledWindows(self.store, "train", context, count, shift.seed).batch(0)
-        ids = self.store.documents("train").ids[batch.document.numpy()]
+        ids = self.store.documents("train").strings("id", batch.document.numpy())
         own = self._from_zero(batch.tokens[:, :-1].numpy(), ids, None, generator, "states met in training, zero start")
         nulls, ends = [], None
         for draw in range(NULL_DRAWS):
@@ -206,7 +205,7 @@ class Measurement:
                 quota = {name: NULL_DRAWS * count for name, count in zip(names, counts, strict=True)}
             chosen, folds = self._choose(held_out.met(), NULL_DRAWS * len(self.texts), shift.split, quota)
             if len(chosen) >= NULL_DRAWS:
-                draw = _draws(self.store.documents(shift.split).ids[chosen.document])
+                draw = _draws(self.store.documents(shift.split).strings("id", chosen.document))
                 # The windows of the first set are read to their end as well: last in the order of reading.
                 first = np.flatnonzero(draw == 0)
                 again = chosen.take(np.concatenate([np.arange(len(chosen)), first]))
@@ -228,14 +227,14 @@ class Measurement:
 
     def _choose(self, met: Met, count: int, split: str, quota: Mapping[str, int] | None) -> tuple[Met, dict[str, int]]:
         """Windows whose states are taken, and the fold of each document."""
-        ids = self.store.documents(split).ids
         documents, windows = np.unique(met.document, return_counts=True)
+        names = dict(zip(documents.tolist(), map(str, self.store.documents(split).strings("id", documents)), strict=True))
         if split == "train" or quota is None:
-            of_name = grouped_folds([str(ids[index]) for index in documents], windows.tolist(), max(1, self.folds))
+            of_name = grouped_folds(list(names.values()), windows.tolist(), max(1, self.folds))
         else:
             of_name = self.test_folds
-        folds = {int(index): of_name[str(ids[index])] for index in documents if str(ids[index]) in of_name}
-        wanted = None if quota is None else {index: quota[str(ids[index])] for index in folds}
+        folds = {index: of_name[name] for index, name in names.items() if name in of_name}
+        wanted = None if quota is None else {index: quota[names[index]] for index in folds}
         return choose(met, count, folds, max(1, self.folds), wanted, self.shift.seed), of_name
 
     def _met(
@@ -257,7 +256,7 @@ class Measurement:
                 precision=self.shift.precision,
                 progress=self.count(what),
             )
-        documents = self.store.documents(split).ids[chosen.document]
+        documents = self.store.documents(split).strings("id", chosen.document)
         ages = np.where(chosen.age == NO_AGE, NO_AGE, chosen.age + positions)
         found = self._sampled(states, documents, folds, chosen.chain, positions, ages)
         return found.take(np.arange(count - ends)), found.take(np.arange(count - ends, count))

@@ -11,8 +11,9 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from farstate.corpus.document_table import DocumentTable
 from farstate.corpus.readers import held_out
-from farstate.corpus.store import DocumentTable, TokenStore
+from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
 from farstate.params import Texts
 

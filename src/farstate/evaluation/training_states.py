@@ -18,7 +18,7 @@ from torch import Tensor
 
 from farstate import params
 from farstate.corpus.permutation import mix
-from farstate.corpus.readers import Batch, OrderedStreams, ShuffledStreams
+from farstate.corpus.readers import Batch, OrderedStreams, ShuffledStreams, windows_of
 from farstate.corpus.store import TokenStore
 from farstate.evaluation.perplexity import Progress
 from farstate.evaluation.sampled_states import Integers, StateSet, inference, read_to
@@ -131,8 +131,7 @@ class Replay:
 
     def __init__(self, store: TokenStore, split: str, training: Training, context: int, wanted: int) -> None:
         rows = training.batch_tokens // context
-        length = store.documents(split).length
-        windows = int((np.maximum(length - 1, 0) // context).sum())
+        windows = windows_of(store.documents(split), context)
         self.training = training
         self.context = context
         self.rows_of_training = rows

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from farstate.corpus.document_table import Pieces
 from farstate.corpus.store import TokenStore
 from farstate.corpus.tokenizer import symbols
 from farstate.errors import FarstateError
@@ -82,18 +83,16 @@ class Background:
     """
 
     def __init__(self, store: TokenStore, split: str, tokenizer: Tokenizer) -> None:
-        table = store.documents(split)
-        kept = np.flatnonzero(table.length)
         self._store = store
         self._split = split
-        self._shard, self._offset, self._length = table.shard[kept], table.offset[kept], table.length[kept]
-        self._ends = np.cumsum(self._length)
+        self._table = store.documents(split)
+        self._tokens = Pieces(self._table, lambda lengths: lengths)
         self._sentences = _Sentences(tokenizer, store.vocabulary_size)
 
     @property
     def tokens(self) -> int:
         """Tokens of the split, the length of the longest piece."""
-        return int(self._ends[-1]) if self._ends.size else 0
+        return self._tokens.total
 
     def piece(self, length: int, generator: np.random.Generator) -> Piece:
         """A piece of exactly `length` tokens, 0 included. Only its own tokens are read, and what is looked through for its start.
@@ -108,21 +107,20 @@ class Background:
             )
         if length <= 0:
             return Piece(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
-        drawn = int(generator.integers(self.tokens))
-        document = int(np.searchsorted(self._ends, drawn, side="right"))
-        document, start = self._sentence_start(document, drawn - int(self._ends[document] - self._length[document]))
+        document, offset, _ = self._tokens.locate(np.array([generator.integers(self.tokens)]))
+        number, start = self._sentence_start(int(document[0]), int(offset[0]))
         parts, taken = [], 0
         while taken < length:
-            parts.append(self._read(document, start, min(int(self._length[document]) - start, length - taken)))
+            parts.append(self._read(number, start, min(self._length(number) - start, length - taken)))
             taken += parts[-1].size
-            document, start = (document + 1) % self._length.size, 0
+            number, start = self._next(number), 0
         tokens = np.concatenate(parts)
         return Piece(tokens, np.concatenate(([0], self._sentences.starts(tokens))))
 
     def _sentence_start(self, document: int, offset: int) -> tuple[int, int]:
         """The first start of a sentence from there on that has white space before it, in this document or the next ones."""
         for _ in range(_WINDOWS):
-            length = int(self._length[document])
+            length = self._length(document)
             # Two tokens before the window tell whether a sentence ends where it begins, two behind it whether one ends at its last.
             first = max(0, offset - 2)
             starts = self._sentences.starts(self._read(document, first, min(length, offset + _WINDOW + 2) - first)) + first
@@ -131,11 +129,22 @@ class Background:
                 return document, int(starts[0])
             offset += _WINDOW
             if offset >= length:
-                document, offset = (document + 1) % self._length.size, 0
+                document, offset = self._next(document), 0
         return document, 0
 
+    def _next(self, document: int) -> int:
+        """The next document that has tokens."""
+        while True:
+            document = (document + 1) % len(self._table)
+            if self._length(document):
+                return document
+
+    def _length(self, document: int) -> int:
+        return int(self._table.lengths(np.array([document]))[0])
+
     def _read(self, document: int, start: int, count: int) -> Tokens:
-        return self._store.read(int(self._shard[document]), int(self._offset[document]) + start, count)
+        shard, offset = self._table.places(np.array([document]))
+        return self._store.read(int(shard[0]), int(offset[0]) + start, count)
 
 
 class _Sentences:
