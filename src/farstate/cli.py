@@ -818,6 +818,43 @@ def summary(
 
 
 @app.command()
+def prune(
+    params: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="parameters whose results stay, more than once for several; files laid over each other are joined by +; "
+            "default: params.yaml"
+        ),
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="remove what is shown")] = False,
+) -> None:
+    """Show what no current parameter needs, with sizes; what `dvc repro` recorded last stays too."""
+    from farstate import prune
+    from farstate.params import merge, read_yaml, validate
+    from farstate.plan import Plan
+    from farstate.settings import current_settings
+    from farstate.sources import read_lock
+
+    plans = []
+    for given in params or ["params.yaml"]:
+        data: dict[str, Any] = {}
+        for name in given.split("+"):
+            data = merge(data, read_yaml(name))
+        plans.append(Plan(validate(data, given), read_lock()))
+    root, scratch = Path(), Path(current_settings()[0].scratch)
+    if remove:
+        removed, held = prune.remove(root, plans, scratch)
+        lines = prune.report(removed, verb="removed")
+    else:
+        found, held = prune.unneeded(root, plans, scratch), []
+        lines = prune.report(found, verb="could be removed with --remove:")
+    for line in lines:
+        typer.echo(line)
+    for item in held:
+        typer.echo(f"left, a training holds it: {item.path}")
+
+
+@app.command()
 def check(
     params: Annotated[Path, typer.Argument(help="the parameter file")] = Path("params.yaml"),
 ) -> None:
