@@ -73,7 +73,7 @@ def test_what_is_found_is_what_only_other_parameters_need(both: tuple[Path, Plan
 
 
 def test_removing_leaves_exactly_the_rest(both: tuple[Path, Plan, Plan], data: dict[str, Any], tmp_path: Path) -> None:
-    root, before, after = both
+    root, _, after = both
     after.supersede(root, "posttrain")
     (root / ".superseded/reports").mkdir(parents=True)
     (root / ".superseded/reports/fig9.html").write_text("page")
