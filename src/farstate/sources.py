@@ -96,7 +96,9 @@ def register(outside: Outside, *, path: Path = LOCK) -> dict[str, Any]:
     """
     files = local_files(outside)
     if files:
+        dates = {inputs_root() / file: _dated(inputs_root() / file) for file in files}
         entry: dict[str, Any] = {"files": [_describe(inputs_root() / file) | {"path": file.as_posix()} for file in files]}
+        _remember(dates, entry["files"])
     elif outside.kind == "files":
         raise FarstateError(f"{outside.where}: no file matches; give an existing path or glob")
     elif outside.kind == "hub":
@@ -139,17 +141,15 @@ def check(outside: Outside, *, only: str | None = None, verify: bool = False, pa
         file = inputs_root() / record["path"]
         if not file.exists():
             raise FarstateError(f"{file}: registered in {path} but missing; bring it back or run `farstate register`")
-        stat = file.stat()
-        now = [stat.st_size, stat.st_mtime_ns, record["sha256"]]
-        if stat.st_size == record["bytes"] and not verify and seen.get(str(file.resolve())) == now:
+        date = _dated(file)
+        if date[0] == record["bytes"] and not verify and seen.get(str(file.resolve())) == [*date, record["sha256"]]:
             continue
-        if stat.st_size != record["bytes"] or sha256_file(file) != record["sha256"]:
+        if date[0] != record["bytes"] or sha256_file(file) != record["sha256"]:
             raise FarstateError(
                 f"{file}: its content is not what {path} says (sha256 {record['sha256'][:12]}…, {record['bytes']} bytes); "
                 "restore it, or run `farstate register` to accept it under a new key"
             )
-        seen[str(file.resolve())] = now
-        write_json(_SEEN, seen)
+        _remember({file: date}, [record])
     return entry
 
 
@@ -171,6 +171,17 @@ def _read_seen() -> dict[str, Any]:
     except FarstateError:
         return {}
     return value
+
+
+def _remember(dates: dict[Path, list[int]], records: list[dict[str, Any]]) -> None:
+    """Note the sizes and dates that files had before they were found to have their checksums."""
+    found = {str(file.resolve()): [*date, record["sha256"]] for (file, date), record in zip(dates.items(), records, strict=True)}
+    write_json(_SEEN, {**_read_seen(), **found})
+
+
+def _dated(file: Path) -> list[int]:
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def _describe(file: Path) -> dict[str, Any]:

@@ -258,8 +258,10 @@ class _Tally:
         }
 
     def summary(self, source: str) -> dict[str, Any]:
+        """Of the records there were, `documents` are kept, `duplicates` and `skipped` (by reason) are not."""
         size = sum(counts["bytes"] for counts in self._splits.values())
-        return {"source": source, "documents": self.documents, "bytes": size, **self.facts()}
+        counts = {name: value for name, value in self.facts().items() if name != "read"}
+        return {"source": source, "documents": self.documents, "bytes": size, **counts}
 
 
 def _nothing() -> dict[str, int]:

@@ -40,7 +40,7 @@ INDEX_SCHEMA = pa.schema(
 Dtype = Literal["uint16", "uint32"]
 Ids = NDArray[Any]
 # What the manifest of a shard keeps of that of its documents, so that the store knows what it stands for.
-_CARRIED = ("source", "inputs", "read", "skipped", "duplicates")
+_CARRIED = ("source", "inputs", "skipped", "duplicates")
 # An encoded token takes about 100 bytes until it is reduced to its id: batches bound that memory.
 _BATCH_BYTES = 1 << 18
 
