@@ -76,7 +76,7 @@ class Spool:
     def groups(self, column: str | None = None) -> Iterator[pa.Table]:
         """The committed row groups, or one column of them."""
         fields = None if column is None else [self._schema.get_field_index(column)]
-        with pa.memory_map(str(self._path)) as file:
+        with pa.OSFile(str(self._path), "rb") as file:
             while file.tell() < self._bytes:
                 with pa.ipc.open_stream(file, options=pa.ipc.IpcReadOptions(included_fields=fields)) as reader:
                     yield reader.read_all()
