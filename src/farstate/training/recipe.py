@@ -12,6 +12,7 @@ from torch import Tensor
 
 from farstate.models.language_model import LanguageModel
 from farstate.params import Recipe
+from farstate.training.distributed import whole
 
 
 def warmup_steps(steps: int, recipe: Recipe) -> int:
@@ -49,8 +50,14 @@ def build_optimizer(model: LanguageModel, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def clip_gradients(parameters: Iterable[Tensor], limit: float) -> Tensor:
-    """Scale all gradients so that their joint 2-norm is at most `limit`; returns the norm before, a scalar tensor."""
-    return torch.nn.utils.clip_grad_norm_(parameters, limit)
+    """Scale all gradients so that their joint 2-norm is at most `limit`; returns the norm before, a scalar tensor.
+
+    The norm is that of the whole model, also where processes hold shards of it.
+    """
+    owned = list(parameters)
+    norm = whole(torch.nn.utils.get_total_norm([p.grad for p in owned if p.grad is not None]))
+    torch.nn.utils.clip_grads_with_norm_(owned, limit, norm)
+    return norm
 
 
 def precision_context(precision: Literal["float32", "bf16-mixed"], device: torch.device) -> AbstractContextManager[object]:
