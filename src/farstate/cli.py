@@ -54,7 +54,9 @@ def _run(record: Path, output: Path | None, rule: str, work: Callable[[Stage], d
     from farstate.provenance import write_provenance
 
     if rule not in _SHARED and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise FarstateError(f"{rule}: is computed by one process, torchrun started {os.environ['WORLD_SIZE']}; call farstate itself")
+        raise FarstateError(
+            f"{rule}: is computed by one process, torchrun started {os.environ['WORLD_SIZE']}; call farstate itself"
+        )
     started = time.time()
     stage = Stage(record, output, rule)
     with backends.use(stage.settings.backend) as operations:
@@ -740,6 +742,31 @@ def register(
             if files:
                 what.append(f"{len(files)} file(s), {sum(file['bytes'] for file in files):,} bytes")
             typer.echo(f"registered {item.kind} {item.where}: {', '.join(what)}")
+
+
+@app.command()
+def corpus(
+    store: Annotated[
+        Path | None, typer.Argument(help="a token store; default: that of the parameters", show_default=False)
+    ] = None,
+    params: Annotated[Path, typer.Option(help="the parameters whose store is shown")] = Path("params.yaml"),
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON, with each shard's inputs and their checksums")] = False,
+) -> None:
+    """What a token store holds, by split, set and source, and what was left out and why."""
+    import json
+
+    from rich.console import Console
+
+    from farstate.corpus.accounting import account, show
+    from farstate.params import load
+    from farstate.plan import Plan
+    from farstate.sources import read_lock
+
+    accounts = account(Path(Plan(load(params), read_lock()).store.directory) if store is None else store)
+    if as_json:
+        typer.echo(json.dumps(accounts, indent=2, ensure_ascii=False))
+    else:
+        show(accounts, Console())
 
 
 @app.command()
