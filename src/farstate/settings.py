@@ -49,6 +49,22 @@ class Distributed(_Strict):
     )
 
 
+class Planner(_Strict):
+    """What `farstate plan` and the jobs of a cluster reckon with."""
+
+    device: str = Field(
+        "auto",
+        description="auto, cpu, a100-40gb, a100-80gb, l40s, h100, h200, b200; auto: an a100-40gb where a GPU would be used, else the CPU",
+    )
+    rate: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="FLOP/s that one device reaches in training; null: 30 % of its peak [assumed]"
+    )
+    memory_gb: Annotated[float, Field(gt=0)] | None = Field(None, description="memory of one device in GB; null: that of its name")
+    longest_job_hours: Annotated[float, Field(gt=0)] = Field(
+        24.0, description="the cluster's time limit: no job asks for more; a training that needs more goes on in its retries"
+    )
+
+
 class Settings(_Strict):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
     backend: Backend = Field(
@@ -62,6 +78,7 @@ class Settings(_Strict):
         1,
         description="each micro-batch of a recipe is computed in so many parts, to need less memory; not with `previous: micro_batch`",
     )
+    planner: Planner = Planner()
     checkpoint_seconds: Annotated[float, Field(gt=0)] = Field(60.0, description="time between checkpoints for resuming")
     scratch: str = Field(".farstate/scratch", description="folder for checkpoints; put it on a fast disk")
     evaluation_rows: Annotated[int, Field(ge=1)] = Field(32, description="sequences evaluated side by side")
@@ -102,6 +119,7 @@ def _validate(data: dict[str, Any], where: str) -> Settings:
                 *Settings.model_fields,
                 *(f"threads.{name}" for name in ThreadsPerRule.model_fields),
                 *(f"distributed.{name}" for name in Distributed.model_fields),
+                *(f"planner.{name}" for name in Planner.model_fields),
             ]
             raise FarstateError(f"{where}: {key}: unknown setting{nearest(key, known)}; known: {', '.join(known)}") from None
         raise FarstateError(f"{where}: {key}: {first['input']!r} is not allowed; {first['msg']}") from None
