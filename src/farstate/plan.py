@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ SCRATCH = Path(".farstate")
 SUPERSEDED = Path(".superseded")
 RECORDED = Path("config/recorded")
 RUN_LOCK = SCRATCH / "run.lock"
+_LONG_AGO = 1.0  # seconds since 1970
 PAGE_FILES = ("html", "svg", "png", "json", "parquet")
 PAGE_NAME = r"(?:fig|table)[0-9]+|shift|cost"
 PAGE_FILE = re.compile(rf"({PAGE_NAME})\.({'|'.join(PAGE_FILES)})")
@@ -320,6 +322,7 @@ class Plan:
                     "tokens": origin.tokens,
                     "seed": origin.seed,
                     "recipe": origin.recipe.model_dump(mode="json"),
+                    **({} if origin.block_tokens is None else {"block_tokens": origin.block_tokens}),
                 },
                 files=(
                     *("config.json", "model.safetensors", "metrics.jsonl"),
@@ -569,9 +572,10 @@ class Plan:
                 write_json(path, stage.record())
 
     def write_pages(self, root: Path) -> None:
-        """Write each page's small manifest, and date it before a page that already shows what it asks for.
+        """Write each page's small manifest, and date it before a page that already shows what it asks for, else after it.
 
-        A pulled page has any time stamp; without this, pulling only the reports would plan the whole training.
+        A pulled page has any time stamp, a page made under another clock one that lies ahead, and Snakemake remembers when a
+        job began that has long been superseded; so the dates are the longest ago that a file can have, and beyond the page's.
         """
         for page in self.pages.values():
             path = root / page.manifest
@@ -579,11 +583,12 @@ class Plan:
             if not path.exists():
                 write_json(path, wanted)
             if page.carried(root) == wanted:
-                oldest = min((root / file).stat().st_mtime for file in page.outputs.values())
-                if path.stat().st_mtime >= oldest:
-                    os.utime(path, (oldest - 10, oldest - 10))
+                if path.stat().st_mtime > _LONG_AGO:
+                    os.utime(path, (_LONG_AGO, _LONG_AGO))
             else:
-                os.utime(path)
+                dates = [(root / file).stat().st_mtime for file in page.outputs.values() if (root / file).exists()]
+                date = max([time.time(), *(date + 10 for date in dates)])
+                os.utime(path, (date, date))
 
     def restore(self, root: Path) -> list[str]:
         """Rename wanted results back out of `.superseded/`, in place of unfinished ones; returns their directories."""
