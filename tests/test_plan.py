@@ -82,6 +82,8 @@ def another(value: Any, key: str) -> Any:
         "posttrain.arms.state_passing.reset_unit": "batch",
         "posttrain.arms.state_passing.previous": "micro_batch",
         "posttrain.stretch_tokens": 320,
+        "posttrain.arms.tbtt.at_document_end": "keep",
+        "pretrain.block_tokens": 128,
         "figures.fig5.arms": ["base", "control"],
         "models.tiny.context": 32,
         "models.tiny.shape.head_size": 16,
@@ -144,6 +146,7 @@ def test_each_parameter_moves_exactly_the_phases_that_depend_on_it(key: str, dat
 
 
 BY_MODEL = {
+    "pretrain.by_model.tiny.block_tokens": (128, "pretrain"),
     "pretrain.by_model.tiny": ({"tokens": 200_000}, "pretrain"),
     "pretrain.by_model": ({"tiny": {"recipe": {"peak_learning_rate": 1e-3}}}, "pretrain"),
     "posttrain.by_model": ({"tiny": {"recipe": {"weight_decay": 0.0}, "steps": 30}}, "posttrain"),

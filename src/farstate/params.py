@@ -19,10 +19,12 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     TypeAdapter,
     ValidationError,
     create_model,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -50,6 +52,11 @@ def _without_doubles(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 Distinct = AfterValidator(_without_doubles)
+
+
+def _without(data: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Leave out parameters at the values that everything had before they existed: the keys of results stay as they are."""
+    return {key: value for key, value in data.items() if key not in defaults or value != defaults[key]}
 
 
 class Strict(BaseModel):
@@ -222,6 +229,7 @@ class PretrainChange(Strict):
     """What one model has instead."""
 
     tokens: PositiveInt | None = None
+    block_tokens: PositiveInt | None = None
     recipe: RecipeChange = RecipeChange()
 
 
@@ -235,8 +243,21 @@ class PosttrainChange(Strict):
 class Pretrain(Strict):
     tokens: PositiveInt = Field(description="budget; training stops at the last whole batch within it")
     seed: Annotated[int, Field(ge=0)] = 0
+    block_tokens: PositiveInt | None = Field(
+        None,
+        description="shuffle blocks of so many tokens, each read as consecutive windows: models of any context that divides it read the "
+        "same text in the same order, of documents longer than a block; null: shuffle the windows of the model's own context",
+    )
     recipe: Recipe
     by_model: dict[Name, PretrainChange] = Field({}, description="single models, instead of the values above")
+
+    @model_serializer(mode="wrap")
+    def _as_keys_have_it(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without(dump(self), block_tokens=None)
+
+    def block_tokens_of(self, model: str) -> int | None:
+        change = self.by_model.get(model)
+        return change.block_tokens if change is not None and change.block_tokens is not None else self.block_tokens
 
     def tokens_of(self, model: str) -> int:
         change = self.by_model.get(model)
@@ -281,6 +302,13 @@ class StatePassing(_Carried):
 
 class Tbtt(_Carried):
     initial_state: Literal["tbtt"]
+    at_document_end: Literal["reset", "keep"] = Field(
+        "reset", description="a row that goes on with another stretch begins from zero, or from the state it has [assumed]"
+    )
+
+    @model_serializer(mode="wrap")
+    def _as_keys_have_it(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without(dump(self), at_document_end="reset")
 
 
 class _Made(Strict):
@@ -803,6 +831,8 @@ class Params(Strict):
                         f"{_origin_of(phase, given, name, 'recipe.batch_tokens')}: {recipe.batch_tokens} is not a multiple of "
                         f"models.{name}.context × {_origin_of(phase, given, name, 'recipe.micro_batches')} = {part}"
                     )
+            if spec.checkpoint is None:
+                self._fits_blocks(name, spec.context, f"models.{name}.context")
             tokens, batch = self.pretrain.tokens_of(name), self.pretrain.recipe_of(name).batch_tokens
             if spec.checkpoint is None and tokens < batch:
                 raise ValueError(
@@ -815,6 +845,14 @@ class Params(Strict):
             if isinstance(figure, TaskFigure):
                 self._can_be_trained(f"figures.{figure_name}", figure)
         return self
+
+    def _fits_blocks(self, name: str, context: int, where: str) -> None:
+        block = self.pretrain.block_tokens_of(name)
+        if block is not None and block % context:
+            raise ValueError(
+                f"{_origin_of('pretrain', self.pretrain, name, 'block_tokens')}: {block} is not a multiple of {where} = {context}, so that "
+                "blocks cannot be read as whole windows"
+            )
 
     def _names_exist(self, key: str, figure: OfModels) -> None:
         for model in figure.models:
@@ -892,6 +930,8 @@ class Params(Strict):
                 other = given.recipe_of(name)
                 from_weights = spec.shape is not None and not isinstance(figure, CopyingFigure)
                 trains = from_weights if phase == "pretrain" else isinstance(figure, BabilongFigure)
+                if phase == "pretrain" and trains:
+                    self._fits_blocks(name, context, where)
                 if figure.context is not None and trains and other.batch_tokens % (context * other.micro_batches):
                     raise ValueError(
                         f"{where}: {context} × micro_batches = {context * other.micro_batches} does not divide "
@@ -943,6 +983,7 @@ class Params(Strict):
                 if length < context:
                     raise ValueError(f"{length_key}: {length} is below {key}.contexts = {context}")
                 for name in figure.models:
+                    self._fits_blocks(name, context, f"{key}.contexts")
                     recipe = self.pretrain.recipe_of(name)
                     if recipe.batch_tokens % (context * recipe.micro_batches):
                         raise ValueError(
@@ -1025,7 +1066,7 @@ class Params(Strict):
                 if survival * segments * (recipe.batch_tokens // spec.context) < _NEGLIGIBLE:
                     continue
             tokens = segments * spec.context
-            if isinstance(arm, Tbtt) and self.posttrain.stretch_tokens is not None:
+            if isinstance(arm, Tbtt) and arm.at_document_end == "reset" and self.posttrain.stretch_tokens is not None:
                 tokens = min(tokens, self.posttrain.stretch_tokens)
             grows[f"posttrain.arms.{arm_name}"] = tokens
         for reason, tokens in grows.items():

@@ -37,7 +37,7 @@ class Origin:
         model: its name in `models`.
         name: that name, followed by what differs from the parameters.
         spec: architecture, context, shape or checkpoint.
-        tokens, seed, recipe: of its pre-training; a published checkpoint has its own.
+        tokens, seed, recipe, block_tokens: of its pre-training; a published checkpoint has its own.
     """
 
     model: str
@@ -46,6 +46,7 @@ class Origin:
     tokens: int
     seed: int
     recipe: Recipe
+    block_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,7 @@ def origin_of(
         tokens=usual_tokens if tokens is None else tokens,
         seed=usual_seed if seed is None else seed,
         recipe=recipe if warmup is None else recipe.model_copy(update={"warmup": warmup}),
+        block_tokens=params.pretrain.block_tokens_of(model),
     )
 
 

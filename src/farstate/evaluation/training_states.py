@@ -246,12 +246,13 @@ class Replay:
         return initial_states.build(self.training.arm, run)
 
     def _chains(self, step: int, part: int, row: Integers, age: Integers) -> Integers:
-        """Of state passing, whose rows go on from text to text; TBTT's stay within a document, the others' states are new."""
+        """Of arms whose rows go on from text to text; TBTT's may stay within a stretch, the others' states are new."""
         arm = self.training.arm
-        if not isinstance(arm, params.StatePassing):
+        across = isinstance(arm, params.StatePassing) or (isinstance(arm, params.Tbtt) and arm.at_document_end == "keep")
+        if not across:
             return np.full(row.size, NO_CHAIN)
         place, time = part * row.size + row, np.full(row.size, step)
-        if arm.previous == "micro_batch":
+        if isinstance(arm, params.StatePassing) and arm.previous == "micro_batch":
             place, time = row, time * self.micro_batches + part
         begin = time - age // self.context
         return begin * self.rows + place

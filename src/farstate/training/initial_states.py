@@ -220,13 +220,18 @@ class StatePassing(_Carried):
 
 
 class Tbtt(_Carried):
-    """The final state of the row's previous window, zeroed exactly where the row does not continue it."""
+    """The final state of the row's previous window.
+
+    `at_document_end: reset` (default): zeroed exactly where the row does not continue that window, at the end of a document or of a
+    stretch of it. `keep`: never zeroed; the next document begins from the state that the one before ended in.
+    """
 
     def __init__(self, arm: params.Tbtt, run: Run) -> None:
         super().__init__(run, run.micro_batches, arm.carry_auxiliary, reset_auxiliary=True)
+        self._keeps = arm.at_document_end == "keep"
 
     def _resets(self, step: int, batch: Rows, micro_batch: int) -> Tensor:
-        return batch.fresh
+        return torch.zeros_like(batch.fresh) if self._keeps else batch.fresh
 
 
 REGISTRY: dict[str, Callable[[Any, Run], Intervention]] = {

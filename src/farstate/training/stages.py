@@ -24,6 +24,7 @@ def pretrain_stage(stage: Stage) -> dict[str, Any]:
         tokens=given["tokens"],
         seed=given["seed"],
         snapshot_tokens=snapshot_tokens(given["tokens"]),
+        block_tokens=given.get("block_tokens"),
         **_common(stage),
     )
 

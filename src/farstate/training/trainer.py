@@ -92,6 +92,7 @@ def pretrain(
     settings: RunSettings,
     key: str,
     manifest: dict[str, Any] | None = None,
+    block_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Train a model from random weights on shuffled windows, every sequence from the zero state.
 
@@ -109,6 +110,7 @@ def pretrain(
             budget ends in a broken batch before n; its header records the exact count.
         key: names all that the result depends on, the token store included.
         manifest: what the manifest says besides stage, identity, steps, tokens and files.
+        block_tokens: what is shuffled, a multiple of `context` (see `ShuffledWindows`); None: single windows.
 
     Returns:
         What was measured (seconds, tokens per second, device, threads …): provenance, no part of the result. Empty where
@@ -128,6 +130,7 @@ def pretrain(
     identity = _identity(
         stage="pretrain", key=key, config=config.model_dump(mode="json"), context=context, steps=steps, seed=seed,
         recipe=recipe.model_dump(mode="json"), snapshots=snapshot_tokens,
+        **({} if block_tokens is None else {"block_tokens": block_tokens}),
     )  # fmt: skip
     with _only_run("pretrain", identity, output, scratch, settings, division) as device:
         if device is None:
@@ -138,7 +141,7 @@ def pretrain(
             stage="pretrain",
             identity=identity,
             model=model,
-            batches=ShuffledWindows(store, "train", context, division.rows, seed),
+            batches=ShuffledWindows(store, "train", context, division.rows, seed, block_tokens),
             intervention=initial_states.ZeroInit(params.ZeroInit(initial_state="zero"), run),
             steps=steps,
             recipe=recipe,
