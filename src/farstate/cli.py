@@ -912,6 +912,33 @@ def check(
 
 
 @app.command()
+def plan(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(help="pages, phases or result directories, as for snakemake; default: every page", show_default=False),
+    ] = None,
+    configfile: Annotated[
+        list[Path] | None,
+        typer.Option(help="parameter files, each laid over the one before; default: params.yaml", show_default=False),
+    ] = None,
+    device_rate: Annotated[
+        str | None,
+        typer.Option(
+            help="a device's name (h100, …), or the FLOP/s it reaches; default: config/settings.yaml", show_default=False
+        ),
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="memory of one device in GB; default: config/settings.yaml", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print every job as one JSON object")] = False,
+) -> None:
+    """Say what each job costs before it runs: parameters, tokens, operations, memory of a device, hours; exit 1 if one cannot fit."""
+    from farstate.planner.command import plan_command
+
+    plan_command(targets or [], configfile or [], device_rate, memory, as_json)
+
+
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print the same as one JSON object")] = False,
 ) -> None:

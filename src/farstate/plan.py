@@ -659,7 +659,7 @@ class Plan:
         recorded = recorded_directories(root)
         if not recorded:
             return
-        absent = sorted(d for d in self._needed(root, targets) if d in recorded)
+        absent = sorted(d for d in self.wanted(root, targets, absent=True) if d in recorded)
         if absent:
             phases = sorted({directory.split("/")[1] for directory in absent}, key=PHASES.index)
             raise FarstateError(
@@ -667,20 +667,23 @@ class Plan:
                 f"run `dvc pull {' '.join('results/' + phase for phase in phases)}`, or add `--config recompute=true` to compute again"
             )
 
-    def _needed(self, root: Path, targets: Iterable[str]) -> set[str]:
-        """Directories that would be computed for `targets` (rule names or files): absent, and wanted by something that runs."""
-        needed: set[str] = set()
+    def wanted(self, root: Path, targets: Iterable[str], *, absent: bool) -> set[str]:
+        """Directories that `targets` (rule names or files; none: every page) stand on; `absent`: only what would be computed for them.
+
+        That is what is not there, and wanted by something that runs. A target that names nothing of this plan adds nothing.
+        """
+        found: set[str] = set()
 
         def want(stage: Stage) -> None:
-            if stage.directory in needed or all((root / path).exists() for path in stage.outputs):
+            if stage.directory in found or (absent and all((root / path).exists() for path in stage.outputs)):
                 return
-            needed.add(stage.directory)
+            found.add(stage.directory)
             for stages in stage.upstream.values():
                 for upstream in stages:
                     want(upstream)
 
         def want_page(page: Page) -> None:
-            if page.carried(root) != page.wanted():
+            if not absent or page.carried(root) != page.wanted():
                 for stage in page.shown:
                     want(stage)
 
@@ -702,7 +705,7 @@ class Plan:
                 for page in self.pages.values():
                     if name in page.outputs.values():
                         want_page(page)
-        return needed
+        return found
 
 
 # --- helpers ---------------------------------------------------------------------------------------------

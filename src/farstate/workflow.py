@@ -19,7 +19,7 @@ from typing import Any
 
 from farstate.errors import FarstateError, explain_os_error
 from farstate.files import only_one
-from farstate.params import load, merge, read_yaml, validate
+from farstate.params import Params, load, merge, read_yaml, validate
 from farstate.plan import RUN_LOCK, Plan, command_line_overrides, record_path
 from farstate.settings import Settings, load_settings
 from farstate.sources import INPUTS_ROOT, LOCK, read_lock
@@ -59,7 +59,7 @@ def open_plan(
     command = command_of(sys.argv)
     own = command_line_overrides({key: overrides[key] for key in _OWN if key in overrides})
     given = command_line_overrides({key: value for key, value in overrides.items() if key not in _OWN})
-    params = _params(configfiles, given, repository)
+    params = parameters(configfiles, given, repository)
     settings = load_settings(_beside("config/settings.yaml", repository), own.get("settings") or {})
     lock = _beside(str(LOCK), repository)
     # Outside inputs are named relative to the folder whose lock file describes them.
@@ -129,7 +129,8 @@ def _only_main_process(root: Path) -> None:
 _HELD: list[Any] = []  # locks of this process, never released before it ends
 
 
-def _params(configfiles: list[Path], overrides: dict[str, Any], repository: Path) -> Any:
+def parameters(configfiles: list[Path], overrides: dict[str, Any], repository: Path) -> Params:
+    """The checked parameters: `params.yaml`, or the files laid over each other in order, and `overrides` over them."""
     if not configfiles:
         return load(_beside("params.yaml", repository), overrides)
     data: dict[str, Any] = {}

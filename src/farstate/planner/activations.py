@@ -39,22 +39,24 @@ def block_numbers(config: Config, layer: int, rows: int, context: int, *, kernel
     return rows * (context * (around + inside) + once)
 
 
-def peak_bytes(config: Config, rows: int, context: int, precision: str, *, recomputes: bool, kernels: bool, gpu: bool) -> float:
-    """Bytes of activations at their most, for `rows` sequences of `context` tokens, gradients of weights not counted.
+def held_bytes(
+    config: Config, rows: int, context: int, precision: str, *, recomputes: bool, kernels: bool, gpu: bool
+) -> tuple[float, float]:
+    """Bytes for `rows` sequences of `context` tokens at the most, weights and their gradients not counted.
 
-    Either at the end of the forward pass, with a chunk of logits, or while the backward pass is in some block: what the blocks up to
-    there kept, and what it needs for a moment. With `recomputes` each block keeps what enters it, and one block's is there at a time.
+    The first are kept from the forward to the backward pass: all blocks', or with `recomputes` what enters each block. The second are
+    there for a moment on top: a chunk of logits at the end of the forward pass, or what the backward pass of a block needs.
     """
     share = 4.0 * (HALVED[config.architecture] if precision == "bf16-mixed" else 1.0)
     blocks = [share * block_numbers(config, layer, rows, context, kernels=kernels) for layer in range(config.layers)]
-    passing = PASSING[config.architecture]
     tokens = rows * context
     kept = [4.0 * tokens * config.width] * config.layers if recomputes else blocks
-    again = blocks if recomputes else [0.0] * config.layers
-    backward = max(before + more + passing * one for before, more, one in zip(accumulate(kept), again, blocks, strict=True))
+    again = 1.0 if recomputes else 0.0
+    passing = again + PASSING[config.architecture]
+    backward = max(before + passing * one for before, one in zip(accumulate(kept), blocks, strict=True))
     # What the final norm reads and the gradient of its output; tokens and targets are 64-bit.
     ends = 4.0 * tokens * (2 * config.width + 4)
-    return ends + max(backward, sum(kept) + logits_bytes(config, tokens, gpu=gpu))
+    return sum(kept) + ends, max(backward - sum(kept), logits_bytes(config, tokens, gpu=gpu))
 
 
 def logits_bytes(config: Config, tokens: int, *, gpu: bool) -> float:

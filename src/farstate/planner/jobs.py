@@ -1,0 +1,269 @@
+"""What one job costs: a stage's parameters, tokens, operations, memory of a device and hours."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farstate.keys import Stage
+from farstate.models.config import Config
+from farstate.models.registry import config_from_json
+from farstate.planner.activations import block_numbers, held_bytes, logits_bytes
+from farstate.planner.devices import Device
+from farstate.planner.work import forward_flops, state_bytes, training_flops
+from farstate.settings import Settings
+
+TRAININGS = ("pretrain", "posttrain", "tune")
+MEASUREMENTS = ("perplexity", "remembrance", "states", "shift", "task")
+RULES = (*TRAININGS, "import_checkpoint", *MEASUREMENTS)
+"""Rules whose jobs hold a model."""
+
+_SIZES = {  # width and layers of state-spaces' published Mamba models, with their vocabulary of 50,277
+    ("mamba1", "130m"): (768, 24), ("mamba1", "370m"): (1024, 48), ("mamba1", "790m"): (1536, 48), ("mamba1", "1.4b"): (2048, 48),
+    ("mamba1", "2.8b"): (2560, 64), ("mamba2", "130m"): (768, 24), ("mamba2", "370m"): (1024, 48), ("mamba2", "780m"): (1536, 48),
+    ("mamba2", "1.3b"): (2048, 48), ("mamba2", "2.7b"): (2560, 64),
+}  # fmt: skip
+_SYMBOLS = 64  # of a task that has an alphabet of its own
+_PASSES = {"perplexity": 4.0, "remembrance": 12.0, "states": 1.0, "shift": 3.0, "task": 1.0}
+"""Times that a measurement reads its text: carried, in windows that overlap by half, and reset; from a dozen starts; with swaps."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job before it runs.
+
+    Attributes:
+        model: its name in the parameters.
+        parameters: trained numbers; None: the checkpoint's sizes are not known before it is imported.
+        tokens: read in all; None: the number of documents is decided by the text.
+        flops: in all, over all devices.
+        memory: bytes on one device, by what they hold; empty where the sizes are not known.
+        devices: over which it runs.
+        hours: on these devices at the device's rate.
+        advice: what would make it fit, where it does not.
+    """
+
+    stage: Stage
+    model: str
+    parameters: int | None
+    tokens: int | None
+    flops: float | None
+    memory: dict[str, float]
+    devices: int
+    hours: float | None
+    fits: bool
+    advice: str = ""
+
+    @property
+    def bytes(self) -> float:
+        """All of `memory`."""
+        return sum(self.memory.values())
+
+
+def estimate(stage: Stage, settings: Settings, device: Device, root: Path) -> Job:
+    """The job that makes `stage`, one of RULES, on `device`; `root` holds results that may be there already."""
+    config = config_of(stage, root)
+    trains = stage.rule in TRAININGS
+    # A training may run over several processes; a measurement never does.
+    devices = settings.distributed.processes * settings.distributed.nodes if trains else 1
+    tokens = _tokens(stage)
+    if config is None:
+        return Job(stage, model_of(stage), None, tokens, None, {}, devices, None, fits=True)
+    memory = _memory(stage, config, settings, device, devices)
+    flops = None if tokens is None else tokens * _flops_per_token(stage, config, settings)
+    hours = None if flops is None else flops / (device.reached(_precision(stage)) * devices) / 3600
+    fits = sum(memory.values()) <= device.memory
+    return Job(
+        stage,
+        model_of(stage),
+        config.parameter_count(),
+        tokens,
+        flops,
+        memory,
+        devices,
+        hours,
+        fits,
+        "" if fits else _advice(stage, config, settings, device, devices),
+    )
+
+
+def estimates(stages: Iterable[Stage], settings: Settings, device: Device, root: Path) -> list[Job]:
+    """The jobs of all stages that hold a model."""
+    return [estimate(stage, settings, device, root) for stage in stages if stage.rule in RULES]
+
+
+def model_of(stage: Stage) -> str:
+    """The model's name in the parameters."""
+    if "labels" in stage.params:
+        return str(stage.params["labels"]["model"])
+    if stage.rule == "pretrain":
+        return stage.name.rpartition(".s")[0]
+    if stage.rule == "import_checkpoint":
+        return stage.name.removeprefix("checkpoint.")
+    if checkpoints := stage.upstream.get("checkpoint"):
+        return model_of(checkpoints[0])
+    # model.<model>.<arm>.<task>.s<seed>: names of models may hold dots, those of arms and tasks do not.
+    return stage.name.removeprefix("model.").rsplit(".", 3)[0]
+
+
+def config_of(stage: Stage, root: Path) -> Config | None:
+    """The model's sizes: from the parameters, else from an imported checkpoint, else by a published one's name."""
+    if "shape" in stage.params:
+        vocabulary = stage.params.get("vocabulary_size", _SYMBOLS)
+        given = {"architecture": stage.params["architecture"], **stage.params["shape"], "vocabulary_size": vocabulary}
+        return config_from_json(given)
+    if stage.rule == "import_checkpoint":
+        path = root / stage.directory / "config.json"
+        if path.exists():
+            return config_from_json(json.loads(path.read_text(encoding="utf-8")))
+        return _published(stage.params["architecture"], stage.params["checkpoint"])
+    checkpoints = stage.upstream.get("checkpoint")
+    return config_of(checkpoints[0], root) if checkpoints else None
+
+
+def _published(architecture: str, checkpoint: str) -> Config | None:
+    size = re.search(r"-(\d+(?:\.\d+)?[mb])\b", checkpoint.lower())
+    found = _SIZES.get((architecture, size.group(1))) if size else None
+    if found is None:
+        return None
+    return config_from_json({"architecture": architecture, "width": found[0], "layers": found[1], "vocabulary_size": 50277})
+
+
+def _recipe(stage: Stage) -> dict[str, Any]:
+    recipe: dict[str, Any] = stage.params["training"]["recipe"] if stage.rule == "tune" else stage.params["recipe"]
+    return recipe
+
+
+def _section(stage: Stage) -> dict[str, Any]:
+    """What a measurement reads of the parameters."""
+    section: dict[str, Any] = (
+        {} if stage.rule == "task" else stage.params["evaluate" if stage.rule == "perplexity" else stage.rule]
+    )
+    return section
+
+
+def _precision(stage: Stage) -> str:
+    if stage.rule in TRAININGS:
+        return str(_recipe(stage)["precision"])
+    return str(_section(stage).get("precision") or stage.params.get("precision", "float32"))
+
+
+def _tokens(stage: Stage) -> int | None:
+    """Tokens that a job reads, the windows and starts of a measurement counted."""
+    given = stage.params
+    if stage.rule == "pretrain":
+        return int(given["tokens"])
+    if stage.rule == "posttrain":
+        return int(given["steps"] * given["recipe"]["batch_tokens"])
+    if stage.rule == "tune":
+        return int(stage.upstream["data"][0].params["examples"] * given["context"])
+    if stage.rule == "task":
+        data = stage.upstream["data"][0].params
+        lengths = [cell.get("length") for cell in data["cells"]]
+        return None if None in lengths or data["examples"] is None else int(data["examples"] * sum(lengths))
+    if stage.rule == "import_checkpoint":
+        return None
+    section = _section(stage)
+    if section.get("documents") is None:
+        return None
+    read = section["documents"] * section["stretches_per_document"] * section["length"]
+    return int(_PASSES[stage.rule] * read)
+
+
+def _flops_per_token(stage: Stage, config: Config, settings: Settings) -> float:
+    if stage.rule in TRAININGS:
+        recomputes = settings.distributed.activation_checkpointing
+        return training_flops(config, stage.params["context"], recomputes=recomputes)
+    return forward_flops(config, _section(stage).get("length", settings.evaluation_segment))
+
+
+def _memory(stage: Stage, config: Config, settings: Settings, device: Device, devices: int) -> dict[str, float]:
+    parameters = config.parameter_count()
+    half = 2.0 * parameters if _trains(stage) and _precision(stage) == "bf16-mixed" else 0.0  # what matrix products read
+    if not _trains(stage):
+        return {"weights": 4.0 * parameters, **_evaluation(stage, config, settings, device)}
+    sharded = settings.distributed.mode == "fsdp" and devices > 1
+    shares = devices if sharded else 1
+    # Sharded weights are put together block by block: one is in use and one on its way. What no block holds is there all the time.
+    blocks = [config.block_parameters(layer) for layer in range(config.layers)]
+    whole = 4.0 * (2 * max(blocks) + parameters - sum(blocks)) if sharded else 0.0
+    context, rows = stage.params["context"], _rows(stage, settings, devices)
+    kept, moment = held_bytes(
+        config, rows, context, _precision(stage),
+        recomputes=settings.distributed.activation_checkpointing, kernels=_kernels(settings, device), gpu=device.is_gpu,
+    )  # fmt: skip
+    return {
+        "weights": (4.0 * parameters + half) / shares + whole,
+        "gradients": 4.0 * parameters / shares,
+        "optimizer": 8.0 * parameters / shares,
+        "activations": kept,
+        "moment": moment,
+        "states": state_bytes(config, context) * _states(stage, rows, devices),
+    }
+
+
+def _evaluation(stage: Stage, config: Config, settings: Settings, device: Device) -> dict[str, float]:
+    if stage.rule == "import_checkpoint":
+        return {}
+    rows, segment = settings.evaluation_rows, settings.evaluation_segment
+    widest = max(block_numbers(config, layer, rows, segment, kernels=False) for layer in range(config.layers))
+    return {
+        "activations": 4.0 * (widest + rows * segment * 2 * config.width),
+        "moment": logits_bytes(config, rows * segment, gpu=device.is_gpu),
+        "states": 2.0 * rows * state_bytes(config, segment),
+    }
+
+
+def _trains(stage: Stage) -> bool:
+    return stage.rule in TRAININGS
+
+
+def _kernels(settings: Settings, device: Device) -> bool:
+    """Whether fused kernels compute the recurrence: on a GPU, unless another backend was asked for."""
+    return device.is_gpu and settings.backend not in ("naive", "chunked")
+
+
+def _rows(stage: Stage, settings: Settings, devices: int) -> int:
+    """Sequences that one device computes together."""
+    recipe = _recipe(stage)
+    sequences = recipe["batch_tokens"] / stage.params["context"]
+    return max(1, math.ceil(sequences / recipe["micro_batches"] / settings.split_micro_batches / devices))
+
+
+def _states(stage: Stage, rows: int, devices: int) -> float:
+    """States of a sequence that a training holds: final ones, initial ones, and those kept from batch to batch."""
+    initial = (stage.params.get("arm") or {}).get("initial_state", "zero")
+    if initial == "zero":
+        return rows
+    if initial in ("state_passing", "tbtt"):
+        return 2 * rows + math.ceil(_recipe(stage)["batch_tokens"] / stage.params["context"] / devices)
+    return 2 * rows
+
+
+def _advice(stage: Stage, config: Config, settings: Settings, device: Device, devices: int) -> str:
+    """What would make a job fit, the first of these that does; numbers stay the same to float32 tolerance."""
+    if not _trains(stage):
+        rows = settings.evaluation_rows
+        return f"lower evaluation_rows (now {rows}) or evaluation_segment in config/settings.yaml, or take a larger device"
+    mixed = (stage.params.get("arm") or {}).get("previous") == "micro_batch"
+    changes: list[dict[str, Any]] = []
+    if not mixed:
+        most = max(1, _rows(stage, settings, devices))
+        changes += [{"split_micro_batches": settings.split_micro_batches * 2**n} for n in range(1, most.bit_length() + 1)]
+    checkpointed = {"distributed": {**settings.distributed.model_dump(), "activation_checkpointing": True}}
+    changes += [checkpointed, *({**checkpointed, **change} for change in changes)]
+    for change in changes:
+        changed = type(settings).model_validate({**settings.model_dump(), **change})
+        if sum(_memory(stage, config, changed, device, devices).values()) <= device.memory:
+            said = []
+            if "split_micro_batches" in change:
+                said.append(f"split_micro_batches: {change['split_micro_batches']}")
+            if "distributed" in change:
+                said.append("distributed: {activation_checkpointing: true}")
+            return f"it fits with {' and '.join(said)} in config/settings.yaml"
+    return "take a larger device, or more processes with distributed: {mode: fsdp} in config/settings.yaml"

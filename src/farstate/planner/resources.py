@@ -1,0 +1,102 @@
+"""What a job asks a cluster for: memory of the node, minutes, GPUs. Functions of the stage for the rules' `resources:`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from farstate.errors import FarstateError
+from farstate.plan import Plan
+from farstate.planner.devices import Device, device_of
+from farstate.planner.jobs import TRAININGS, Job, estimate
+from farstate.settings import Settings
+
+SAFETY = 1.5
+"""Factor on memory and time."""
+PROCESS_MB = 1500
+"""A Python process with torch and its data, beside what is counted: 0.5 GB resident once torch is loaded, and room for tables."""
+GPU_PROCESS_MB = 6000
+"""The same with a CUDA context and pinned buffers [assumed]."""
+START_MINUTES = 20
+"""Start of Python, reading and writing results."""
+UNKNOWN_MB, UNKNOWN_MINUTES = 16_000, 480
+"""Where sizes or texts are not known before the job runs."""
+
+
+class Asks:
+    """What the jobs of a plan ask for.
+
+    Args:
+        elsewhere: whether jobs are sent to a cluster; only then they ask for GPUs.
+        root: of the results that may be there already.
+    """
+
+    def __init__(self, plan: Plan, settings: Settings, *, elsewhere: bool, root: Path) -> None:
+        self._plan = plan
+        self._settings = settings
+        self._elsewhere = elsewhere
+        self._root = root
+        self._job = cache(self._estimate)
+
+    def function(self, what: str, pattern: str) -> Callable[..., int]:
+        """A resource function of the rule whose directories follow `pattern`; `what` is mem_mb, runtime (minutes) or gpu.
+
+        Memory and time grow with each attempt.
+        """
+        ask = {"mem_mb": self._memory, "runtime": self._minutes, "gpu": self._gpus}[what]
+
+        def resource(wildcards: Any, attempt: int) -> int:
+            return ask(self._job(pattern.format(**wildcards)), attempt)
+
+        return resource
+
+    def _estimate(self, directory: str) -> Job:
+        stage = self._plan.at(directory)
+        return estimate(stage, self._settings, self._device(stage.rule), self._root)
+
+    def _device(self, rule: str) -> Device:
+        threads = self._settings.threads
+        count = threads.pretrain if rule == "pretrain" else threads.posttrain if rule in TRAININGS else threads.evaluate
+        return device_of(self._settings, elsewhere=self._elsewhere, threads=count)
+
+    def _memory(self, job: Job, attempt: int) -> int:
+        """MB of one node."""
+        processes = self._settings.distributed.processes if job.stage.rule in TRAININGS else 1
+        if job.parameters is None:
+            needed = float(UNKNOWN_MB)
+        elif self._device(job.stage.rule).is_gpu:
+            # Weights are read, and a checkpoint with the optimizer is put together, in the memory of the node.
+            needed = processes * GPU_PROCESS_MB + SAFETY * 16 * job.parameters / 1e6
+        else:
+            needed = processes * (PROCESS_MB + SAFETY * job.bytes / 1e6)
+        return math.ceil(needed / 100) * 100 * attempt
+
+    def _minutes(self, job: Job, attempt: int) -> int:
+        needed = UNKNOWN_MINUTES if job.hours is None else START_MINUTES + math.ceil(SAFETY * 60 * job.hours)
+        return min(needed * attempt, math.floor(60 * self._settings.planner.longest_job_hours))
+
+    def _gpus(self, job: Job, attempt: int) -> int:
+        uses = self._elsewhere and self._settings.device != "cpu" and job.stage.rule != "import_checkpoint"
+        return job.devices if uses else 0
+
+
+def refuse_what_cannot_fit(plan: Plan, settings: Settings, root: Path, targets: list[str]) -> None:
+    """Stop before a job is submitted that the planned device cannot hold.
+
+    Raises:
+        FarstateError: naming the first such job, what it needs, and what would make it fit.
+    """
+    device = device_of(settings, elsewhere=True)
+    for directory in sorted(plan.wanted(root, targets, absent=True)):
+        stage = plan.at(directory)
+        if stage.rule not in TRAININGS:
+            continue
+        job = estimate(stage, settings, device, root)
+        if not job.fits:
+            raise FarstateError(
+                f"{stage.rule} {stage.name}: needs {job.bytes / 1e9:.1f} GB on a device, {device.name} has {device.memory / 1e9:.0f} GB; "
+                f"{job.advice}; if your devices are others, say so there (planner:); `farstate plan` shows all jobs"
+            )
