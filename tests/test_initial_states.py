@@ -287,6 +287,16 @@ def test_tbtt_resets_exactly_the_fresh_rows():
     assert intervention.ages().tolist() == [CONTEXT if new else 2 * CONTEXT for new in fresh]
 
 
+def test_tbtt_may_keep_the_state_at_the_end_of_a_document():
+    intervention = make({**ARMS[4], "at_document_end": "keep"})
+    assert intervention.initial(0, rows(fresh=[True] * ROWS), 0) is None
+    for step in (1, 2):
+        intervention.observe(final(step), 0)
+        state = intervention.initial(step, rows(fresh=[row in (0, 3, 7) for row in range(ROWS)]), 0)
+        assert equal(state, final(step))
+        assert intervention.ages().tolist() == [step * CONTEXT] * ROWS
+
+
 def test_tbtt_keeps_a_state_for_each_part():
     intervention = make(ARMS[4], micro_batches=2)
     for number in range(2):

@@ -134,6 +134,63 @@ def test_batch_larger_than_an_epoch(store: TokenStore) -> None:
     assert set(counts.values()) == {3 * ((int(length) - 1) // T) for length in store.documents("train").length if length > T}
 
 
+# --- blocks that all contexts read alike -----------------------------------------------------------------
+
+
+def positions(batch: Batch) -> list[tuple[int, int]]:
+    """Document and place of every input token, in the order of the rows."""
+    size = batch.tokens.shape[1] - 1
+    return [(document, offset + n) for document, offset in windows(batch) for n in range(size)]
+
+
+def test_contexts_read_the_same_text_in_the_same_order(store: TokenStore) -> None:
+    """Equal blocks and seed: after n tokens readers of any context have read the same, over epochs and broken blocks."""
+    block, budget = 4 * T, 3 * 4 * T
+    alike = [ShuffledWindows(store, "train", context, budget // context, 6, block) for context in (1, 4, T, 2 * T, 4 * T)]
+    per_epoch = alike[-1].windows
+    for step in (0, 1, 2, per_epoch // 3, per_epoch, 10**8):
+        batches = [positions(reader.batch(step)) for reader in alike]
+        assert all(batch == batches[0] for batch in batches)
+    # With other batches, none a multiple of the block: the same text up to one batch.
+    readers = [ShuffledWindows(store, "train", context, rows, 6, block) for context, rows in ((T, 5), (2 * T, 3), (4 * T, 2))]
+    texts = [[p for step in range(30) for p in positions(reader.batch(step))] for reader in readers]
+    assert len({len(text) for text in texts}) == len(texts)
+    shortest = min(map(len, texts))
+    assert all(text[:shortest] == texts[0][:shortest] for text in texts)
+    for text in texts:
+        for document, place in text:
+            assert place < store.documents("train").length[document]
+
+
+def test_an_epoch_of_blocks_reads_each_whole_block_once(store: TokenStore) -> None:
+    """A document of fewer than K + 1 tokens is never read, of the others ⌊(length − 1) / K⌋ · K tokens in a row from the phase on."""
+    block = 4 * T
+    reader = ShuffledWindows(store, "train", T, 4, 6, block)
+    table = store.documents("train")
+    assert reader.windows == 4 * sum((length - 1) // block for length in LENGTHS)
+    assert reader.windows % 4 == 0
+    for epoch in range(2):
+        read: dict[int, list[int]] = {}
+        for step in range(epoch * reader.windows // 4, (epoch + 1) * reader.windows // 4):
+            for document, place in positions(reader.batch(step)):
+                read.setdefault(document, []).append(place)
+        assert set(read) == {document for document in range(len(table)) if table.length[document] > block}
+        for document, places in read.items():
+            length = int(table.length[document])
+            first = min(places)
+            assert first <= (length - 1) % block
+            assert sorted(places) == list(range(first, first + (length - 1) // block * block))
+
+
+def test_blocks_of_one_window_are_windows(store: TokenStore) -> None:
+    plain, blocks = (ShuffledWindows(store, "train", T, 16, 1, block) for block in (None, T))
+    assert all(same(plain.batch(step), blocks.batch(step)) for step in (0, 5, 10**6))
+    with pytest.raises(FarstateError, match=r"pretrain\.block_tokens: 12 is not a multiple of the context of 8 tokens"):
+        ShuffledWindows(store, "train", T, 16, 1, 12)
+    with pytest.raises(FarstateError, match=r"no document has 401 tokens; .*; lower pretrain\.block_tokens or add"):
+        ShuffledWindows(store, "train", T, 16, 1, 400)
+
+
 # --- ordered streams -------------------------------------------------------------------------------------
 
 
@@ -175,6 +232,26 @@ def test_restart_at_any_step(store: TokenStore, stretch_tokens: int | None) -> N
     for step in (-1, 20):
         with pytest.raises(IndexError):
             reader.batch(step)
+
+
+def test_rows_are_balanced_and_fresh_exactly_where_a_stretch_begins(store: TokenStore) -> None:
+    """One document of 25 windows among many of one: every row reads a window in every step, the long document included."""
+    rows, steps = 4, WINDOWS // 4
+    reader = OrderedStreams(store, "train", T, rows, steps, 3, None)
+    step, row = np.divmod(np.arange(rows * steps), rows)
+    document, offset, began = reader.locate(step, row)
+    assert len(set(zip(document.tolist(), offset.tolist(), strict=True))) == rows * steps
+    longest = max(Counter(document.tolist()).values())
+    assert longest > steps // 2, "one document alone takes most of a row"
+    assert [int((row == number).sum()) for number in range(rows)] == [steps] * rows
+    fresh = torch.stack([reader.batch(number).fresh for number in range(steps)]).numpy()
+    assert (fresh == (began == step).reshape(steps, rows)).all()
+    before = np.full(rows, -1)
+    for number in range(steps):
+        now = document.reshape(steps, rows)[number]
+        goes_on = (now == before) & (offset.reshape(steps, rows)[number] > 0)
+        assert (fresh[number] == ~goes_on).all()
+        before = now
 
 
 def test_whole_documents_are_read_to_their_end(store: TokenStore) -> None:

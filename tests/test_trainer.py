@@ -294,6 +294,30 @@ def test_ages_under_tbtt_are_the_distance_from_the_start_of_the_stretch(store, b
     assert max(row["age"] for row in expected) == 2 * CONTEXT
 
 
+def test_contexts_read_the_same_text_in_blocks(store, tmp_path, monkeypatch):
+    """Three trainings of equal budget and other contexts: the same tokens in every step. Blocks of one window are windows."""
+    read: list[list[tuple[int, int]]] = []
+    batch = trainer.ShuffledWindows.batch
+
+    def spy(self, step, *rows):
+        found = batch(self, step, *rows)
+        size = found.tokens.shape[1] - 1
+        read[-1] += [(d, o + n) for d, o in zip(found.document.tolist(), found.offset.tolist(), strict=True) for n in range(size)]
+        return found
+
+    monkeypatch.setattr(trainer.ShuffledWindows, "batch", spy)
+    for context in (4, 8, 16):
+        read.append([])
+        pretrain(store, tmp_path / str(context), context=context, block_tokens=32, tokens=5 * ROWS * CONTEXT, snapshot_tokens=[])
+    assert read[0] == read[1] == read[2]
+    assert len(set(read[0])) == len(read[0]) == 5 * ROWS * CONTEXT
+    for name, given in (("blocks", {"block_tokens": CONTEXT}), ("windows", {})):
+        pretrain(store, tmp_path / name, **given)
+    assert weights(tmp_path / "blocks").keys() == weights(tmp_path / "windows").keys()
+    assert all(torch.equal(value, weights(tmp_path / "windows")[name]) for name, value in weights(tmp_path / "blocks").items())
+    assert read_manifest(tmp_path / "blocks/output")["identity"] != read_manifest(tmp_path / "windows/output")["identity"]
+
+
 @pytest.mark.parametrize(
     "arm",
     [

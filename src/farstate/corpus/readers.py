@@ -119,7 +119,8 @@ class ShuffledWindows:
         self._seed = seed
         self._blocks = Pieces(self._table, lambda lengths: whole_windows(lengths, self._block))
         if not self._blocks.total:
-            raise _too_short(self._table, self._block + 1, "lower models.*.context or add longer documents")
+            smaller = "models.*.context" if block_tokens is None else "pretrain.block_tokens"
+            raise _too_short(self._table, self._block + 1, f"lower {smaller} or add longer documents")
         self.windows = self._blocks.total * (self._block // context)
 
     def batch(self, step: int, rows: Integers | None = None) -> Batch:
@@ -141,6 +142,11 @@ class OrderedStreams:
     Documents are cut into stretches of as many whole windows as `stretch_tokens` holds. The stretches, in a
     pseudo-random order, go to the row that is free first. A stretch that reaches beyond the last step is cut there, and its
     rest is handed out when the whole stretches are used up; so B × steps windows suffice, however they are spread.
+
+    Rows are balanced by construction: each reads one window in every step, none waits for a long document of another, and no
+    window is read twice. Where a document (or a stretch) ends, what follows in the row is another one, and the row is `fresh` there:
+    whether its state is zeroed or kept is the arm's (`posttrain.arms.*.at_document_end`), not the order's. The tokens behind a document's
+    last whole window, fewer than T, are not read.
 
     Args:
         context: T in tokens.
