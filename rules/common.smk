@@ -7,6 +7,12 @@ from pathlib import Path
 from farstate import workflow as farstate_workflow
 from farstate.errors import FarstateError
 from farstate.plan import PAGE_NAME
+from farstate.planner.resources import (
+    Asks,
+    over_nodes,
+    refuse_what_cannot_fit,
+    torchrun,
+)
 from snakemake.exceptions import WorkflowError
 
 
@@ -19,27 +25,45 @@ wildcard_constraints:
     figure=PAGE_NAME,
 
 
+TARGETS = (
+    sorted(map(str, workflow.dag_settings.targets)) if workflow.dag_settings else []
+)
+
 try:
     OPENED = farstate_workflow.open_plan(
         configfiles=[Path(path) for path in workflow.config_settings.configfiles],
         overrides=workflow.config_settings.config,
         repository=Path(workflow.basedir).parent,
         main=workflow.is_main_process,
-        targets=(
-            sorted(map(str, workflow.dag_settings.targets))
-            if workflow.dag_settings
-            else []
-        ),
+        targets=TARGETS,
     )
 except FarstateError as error:
     raise WorkflowError(str(error))
 
-# Threads of a cluster job are bounded by its node, not by the cores of the machine that submits it.
-if farstate_workflow.runs_elsewhere(sys.argv, os.environ):
-    workflow.global_resources["_cores"] = 4096
-
 PLAN = OPENED.plan
 THREADS = OPENED.settings.threads
+ELSEWHERE = farstate_workflow.runs_elsewhere(sys.argv, os.environ)
+ASKS = Asks(
+    PLAN,
+    OPENED.settings,
+    # A cluster's job is a process of its own; it sees the allocation that it asked for.
+    elsewhere=ELSEWHERE or not workflow.is_main_process,
+    root=Path.cwd(),
+)
+
+# A training is one process, or started by torchrun as one a GPU (config/settings.yaml, distributed:).
+SPREAD = over_nodes(OPENED.settings.distributed)
+PROCESSES = OPENED.settings.distributed.processes
+
+if ELSEWHERE:
+    # Threads of a cluster job are bounded by its node, not by the cores of the machine that submits it.
+    workflow.global_resources["_cores"] = 4096
+    if workflow.is_main_process and farstate_workflow.command_of(sys.argv) == "run":
+        try:
+            refuse_what_cannot_fit(PLAN, OPENED.settings, Path.cwd(), TARGETS)
+        except FarstateError as error:
+            raise WorkflowError(str(error))
+
 PAGES = [path for page in PLAN.pages.values() for path in page.outputs.values()]
 
 
@@ -53,6 +77,21 @@ def upstream(pattern, manifests_only=()):
 def record(pattern):
     """The file with the resolved parameters of the stage whose directory follows the pattern."""
     return farstate_workflow.record_function(pattern)
+
+
+def asks(what, pattern):
+    """A resource of the stage whose directory follows the pattern, as planned; more at each attempt."""
+    return ASKS.function(what, pattern)
+
+
+def threads_of_one(wildcards, threads):
+    """CPU threads of each process of a training."""
+    return max(1, threads // PROCESSES)
+
+
+def launch(wildcards, threads):
+    """The command before `pretrain`, `posttrain` or `tune`."""
+    return torchrun(OPENED.settings.distributed, threads)
 
 
 def one_of(names):
@@ -72,3 +111,13 @@ def page_inputs(wildcards):
         "wanted": page.manifest,
         "shown": [ancient(path) for stage in page.shown for path in stage.outputs],
     }
+
+
+def refuse_incomplete():
+    """Hold what was asked for against what is there, unless the call itself left something out."""
+    left_out = workflow.dag_settings.until or workflow.dag_settings.omit_from
+    if workflow.is_main_process and not left_out:
+        try:
+            PLAN.refuse_incomplete(Path.cwd(), OPENED.targets)
+        except FarstateError as error:
+            raise WorkflowError(str(error))

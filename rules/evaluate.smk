@@ -23,8 +23,9 @@ rule perplexity:
     cache: True
     threads: THREADS.evaluate
     resources:
-        mem_mb=8000,
-        runtime=480,
+        mem_mb=asks("mem_mb", "results/evaluate/perplexity.{run}-{key}"),
+        runtime=asks("runtime", "results/evaluate/perplexity.{run}-{key}"),
+        gpu=asks("gpu", "results/evaluate/perplexity.{run}-{key}"),
     params:
         stage=record("results/evaluate/perplexity.{run}-{key}"),
         output=subpath(output.manifest, parent=True),
@@ -49,8 +50,9 @@ rule remembrance:
     cache: True
     threads: THREADS.evaluate
     resources:
-        mem_mb=8000,
-        runtime=480,
+        mem_mb=asks("mem_mb", "results/evaluate/remembrance.{run}-{key}"),
+        runtime=asks("runtime", "results/evaluate/remembrance.{run}-{key}"),
+        gpu=asks("gpu", "results/evaluate/remembrance.{run}-{key}"),
     params:
         stage=record("results/evaluate/remembrance.{run}-{key}"),
         output=subpath(output.manifest, parent=True),
@@ -77,8 +79,9 @@ rule states:
     cache: True
     threads: THREADS.evaluate
     resources:
-        mem_mb=8000,
-        runtime=480,
+        mem_mb=asks("mem_mb", "results/evaluate/states.{run}-{key}"),
+        runtime=asks("runtime", "results/evaluate/states.{run}-{key}"),
+        gpu=asks("gpu", "results/evaluate/states.{run}-{key}"),
     params:
         stage=record("results/evaluate/states.{run}-{key}"),
         output=subpath(output.manifest, parent=True),
@@ -105,8 +108,9 @@ rule shift:
     cache: True
     threads: THREADS.evaluate
     resources:
-        mem_mb=8000,
-        runtime=480,
+        mem_mb=asks("mem_mb", "results/evaluate/shift.{run}-{key}"),
+        runtime=asks("runtime", "results/evaluate/shift.{run}-{key}"),
+        gpu=asks("gpu", "results/evaluate/shift.{run}-{key}"),
     params:
         stage=record("results/evaluate/shift.{run}-{key}"),
         output=subpath(output.manifest, parent=True),
@@ -131,8 +135,9 @@ rule task:
     cache: True
     threads: THREADS.evaluate
     resources:
-        mem_mb=8000,
-        runtime=480,
+        mem_mb=asks("mem_mb", "results/evaluate/task.{run}-{key}"),
+        runtime=asks("runtime", "results/evaluate/task.{run}-{key}"),
+        gpu=asks("gpu", "results/evaluate/task.{run}-{key}"),
     params:
         stage=record("results/evaluate/task.{run}-{key}"),
         output=subpath(output.manifest, parent=True),

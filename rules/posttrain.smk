@@ -20,17 +20,22 @@ rule posttrain:
     log:
         "logs/posttrain/{model}.{arm}.s{seed}-{key}.log",
     cache: True
-    threads: THREADS.posttrain
+    threads: THREADS.posttrain * PROCESSES
     resources:
-        mem_mb=8000,
-        runtime=720,
+        **SPREAD,
+        mem_mb=asks("mem_mb", "results/posttrain/{model}.{arm}.s{seed}-{key}"),
+        runtime=asks("runtime", "results/posttrain/{model}.{arm}.s{seed}-{key}"),
+        gpu=asks("gpu", "results/posttrain/{model}.{arm}.s{seed}-{key}"),
     params:
         stage=record("results/posttrain/{model}.{arm}.s{seed}-{key}"),
+        threads=threads_of_one,
+        launch=launch,
         output=subpath(output.manifest, parent=True),
     message:
         "Post-training {wildcards.model}: {wildcards.arm}, seed {wildcards.seed}"
     shell:
-        "OMP_NUM_THREADS={threads} farstate posttrain {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+        "OMP_NUM_THREADS={params.threads} {params.launch} posttrain {params.stage:q} --output {params.output:q} 2>&1"
+        " | (trap '' INT TERM; tee {log:q})"
 
 
 rule posttrained:

@@ -28,17 +28,22 @@ for BUDGET, TRAINED in PLAN.budgets.items():
         wildcard_constraints:
             model=one_of(TRAINED["models"]),
         cache: True
-        threads: THREADS.pretrain
+        threads: THREADS.pretrain * PROCESSES
         resources:
-            mem_mb=8000,
-            runtime=1440,
+            **SPREAD,
+            mem_mb=asks("mem_mb", "results/pretrain/{model}.s{seed}-{key}"),
+            runtime=asks("runtime", "results/pretrain/{model}.s{seed}-{key}"),
+            gpu=asks("gpu", "results/pretrain/{model}.s{seed}-{key}"),
         params:
             stage=record("results/pretrain/{model}.s{seed}-{key}"),
+            threads=threads_of_one,
+            launch=launch,
             output=subpath(output.manifest, parent=True),
         message:
             "Pre-training {wildcards.model}, seed {wildcards.seed}"
         shell:
-            "OMP_NUM_THREADS={threads} farstate pretrain {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+            "OMP_NUM_THREADS={params.threads} {params.launch} pretrain {params.stage:q} --output {params.output:q} 2>&1"
+            " | (trap '' INT TERM; tee {log:q})"
 
 
 rule import_checkpoint:
@@ -56,8 +61,8 @@ rule import_checkpoint:
         "logs/benchmarks/pretrain/checkpoint.{model}-{key}.tsv"
     threads: 1
     resources:
-        mem_mb=16000,
-        runtime=60,
+        mem_mb=asks("mem_mb", "results/pretrain/checkpoint.{model}-{key}"),
+        runtime=asks("runtime", "results/pretrain/checkpoint.{model}-{key}"),
     params:
         stage=record("results/pretrain/checkpoint.{model}-{key}"),
         output=subpath(output.manifest, parent=True),

@@ -49,17 +49,22 @@ rule tune:
     log:
         "logs/tasks/model.{run}-{key}.log",
     cache: True
-    threads: THREADS.posttrain
+    threads: THREADS.posttrain * PROCESSES
     resources:
-        mem_mb=8000,
-        runtime=720,
+        **SPREAD,
+        mem_mb=asks("mem_mb", "results/tasks/model.{run}-{key}"),
+        runtime=asks("runtime", "results/tasks/model.{run}-{key}"),
+        gpu=asks("gpu", "results/tasks/model.{run}-{key}"),
     params:
         stage=record("results/tasks/model.{run}-{key}"),
+        threads=threads_of_one,
+        launch=launch,
         output=subpath(output.manifest, parent=True),
     message:
         "Training on a task: {wildcards.run}"
     shell:
-        "OMP_NUM_THREADS={threads} farstate tune {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+        "OMP_NUM_THREADS={params.threads} {params.launch} tune {params.stage:q} --output {params.output:q} 2>&1"
+        " | (trap '' INT TERM; tee {log:q})"
 
 
 rule tasks:

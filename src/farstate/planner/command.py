@@ -42,10 +42,10 @@ def plan_command(targets: list[str], configfiles: list[Path], rate: str | None, 
         show.show(jobs, device, waiting, sum(stage.rule not in RULES for stage in stages))
     refused = [job for job in jobs if not job.fits and job.stage.rule in TRAININGS and job.stage.directory in waiting]
     if refused:
-        first = refused[0]
+        worst = max(refused, key=lambda job: job.bytes)
         raise FarstateError(
-            f"{len(refused)} trainings do not fit {device.memory / 1e9:.0f} GB; the first is {first.stage.rule} {first.stage.name}: "
-            f"{first.bytes / 1e9:.1f} GB; {first.advice}"
+            f"{len(refused)} trainings do not fit {device.memory / 1e9:.0f} GB; the largest is {worst.stage.rule} {worst.stage.name}: "
+            f"{worst.bytes / 1e9:.1f} GB; {worst.advice}"
         )
 
 

@@ -12,7 +12,7 @@ from farstate.errors import FarstateError
 from farstate.plan import Plan
 from farstate.planner.devices import Device, device_of
 from farstate.planner.jobs import TRAININGS, Job, estimate
-from farstate.settings import Settings
+from farstate.settings import Distributed, Settings
 
 SAFETY = 1.5
 """Factor on memory and time."""
@@ -100,3 +100,29 @@ def refuse_what_cannot_fit(plan: Plan, settings: Settings, root: Path, targets: 
                 f"{stage.rule} {stage.name}: needs {job.bytes / 1e9:.1f} GB on a device, {device.name} has {device.memory / 1e9:.0f} GB; "
                 f"{job.advice}; if your devices are others, say so there (planner:); `farstate plan` shows all jobs"
             )
+
+
+def torchrun(distributed: Distributed, threads: int) -> str:
+    """What stands before `pretrain`, `posttrain` or `tune` in a shell: `farstate`, alone or in each process that torchrun starts.
+
+    On several nodes, one torchrun each, which meet at the first node of the Slurm job; of Slurm's variables a job's shell has only its number.
+    `threads` are those of a node.
+    """
+    if distributed.processes * distributed.nodes == 1:
+        return "farstate"
+    each = f"--nproc-per-node={distributed.processes}"
+    if distributed.nodes == 1:
+        return f"torchrun --standalone {each} -m farstate"
+    first = '$(scontrol show hostnames "$(squeue --noheader --jobs=$SLURM_JOB_ID --format=%N)" | head -n 1)'
+    return (
+        f"srun --nodes={distributed.nodes} --ntasks-per-node=1 --cpus-per-task={threads} "
+        f"torchrun --nnodes={distributed.nodes} {each} --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID "
+        f"--rdzv-endpoint={first}:$((20000 + SLURM_JOB_ID % 10000)) -m farstate"
+    )
+
+
+def over_nodes(distributed: Distributed) -> dict[str, Any]:
+    """Resources of a training on several nodes, one task each; the rule's own srun starts them. Empty on one node."""
+    if distributed.nodes == 1:
+        return {}
+    return {"nodes": distributed.nodes, "tasks": distributed.nodes, "mpi": "srun", "tasks_per_gpu": 0}

@@ -11,6 +11,7 @@ from rich.table import Table
 from farstate.planner.devices import Device
 from farstate.planner.jobs import Job
 
+_WIDTH = 200
 _PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -47,7 +48,8 @@ def as_json(jobs: list[Job], device: Device, waiting: set[str]) -> dict[str, Any
 
 def show(jobs: list[Job], device: Device, waiting: set[str], others: int) -> None:
     """Print the table: a line a rule and model, the largest of its jobs, and the totals of those still to be made."""
-    console = Console(soft_wrap=True) if not Console().is_terminal else Console()
+    console = Console(highlight=False)
+    console.width = max(console.width, _WIDTH)  # a narrow terminal wraps lines; nothing is left out
     rates = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {precision}" for precision, rate in _rates(device))
     console.print(f"Planned for {device.name}: {device.memory / 1e9:.0f} GB, {rates}")
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -58,7 +60,7 @@ def show(jobs: list[Job], device: Device, waiting: set[str], others: int) -> Non
         "to do",
         "parameters",
         "tokens",
-        "EFLOP",
+        "FLOP",
         "devices",
         *_PARTS.values(),
         "GB a device",
@@ -76,7 +78,7 @@ def show(jobs: list[Job], device: Device, waiting: set[str], others: int) -> Non
             str(to_do),
             _short(first.parameters),
             _short(first.tokens),
-            "?" if first.flops is None else f"{first.flops / 1e18:.3g}",
+            _short(first.flops),
             str(first.devices),
             *(f"{first.memory[part] / 1e9:.2f}" if part in first.memory else "" for part in _PARTS),
             f"{first.bytes / 1e9:.2f}" if first.memory else "?",
@@ -106,10 +108,10 @@ def _rates(device: Device) -> Iterator[tuple[str, float]]:
         yield precision, device.reached(precision)
 
 
-def _short(number: int | None) -> str:
+def _short(number: float | None) -> str:
     if number is None:
         return "?"
-    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return str(number)
