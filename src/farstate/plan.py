@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -504,6 +504,7 @@ class Plan:
                     "shape": None if spec.shape is None else spec.shape.model_dump(mode="json"),
                     "training_tokens": whole if trained_here else None,
                     "pretrain": origin.recipe.model_dump(mode="json") if trained_here else None,
+                    **({} if origin.block_tokens is None or not trained_here else {"block_tokens": origin.block_tokens}),
                     "posttrain": params.posttrain.recipe_of(origin.model).model_dump(mode="json") if posttrained else None,
                     "steps": params.posttrain.steps_of(origin.model, figure) if isinstance(figure, ArmsFigure) else None,
                 },
@@ -650,7 +651,22 @@ class Plan:
         finished = sorted(stage.directory for stage in self.of(phase=phase) if (root / stage.manifest).exists())
         write_json(root / RECORDED / f"{phase}.json", finished)
 
-    def refuse_silent_recomputation(self, root: Path, targets: Iterable[str]) -> None:
+    def refuse_incomplete(self, root: Path, targets: Collection[str]) -> None:
+        """Hold what a run that was called a success was asked for against what is there.
+
+        Snakemake, told to keep going, counts a run in which no job failed as a success, also where jobs were left undone.
+
+        Raises:
+            FarstateError: naming what is absent.
+        """
+        pages = [page.name for page in self._asked_pages(targets) if page.carried(root) != page.wanted()]
+        if absent := [*sorted(self._needed(root, targets)), *(f"reports/{name}.html" for name in pages)]:
+            raise FarstateError(
+                f"{absent[0]}{f' and {len(absent) - 1} more' if len(absent) > 1 else ''}: asked for, not made, and no job failed; "
+                "run the same command again"
+            )
+
+    def refuse_silent_recomputation(self, root: Path, targets: Collection[str]) -> None:
         """Stop when the plan would recompute what `dvc.lock` records but nobody pulled.
 
         Raises:

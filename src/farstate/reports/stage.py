@@ -16,7 +16,7 @@ from farstate.reports.figures import FIGURES, About
 from farstate.reports.page import OUTPUTS, Draw
 
 _ASSUMED = {
-    *("weight_decay", "sigma", "carry_auxiliary", "reset_unit", "reset_auxiliary", "previous"),
+    *("weight_decay", "sigma", "carry_auxiliary", "reset_unit", "reset_auxiliary", "previous", "at_document_end", "block_tokens"),
     *("peak_learning_rate", "streams"),
 }
 """What no text of the paper gives."""
@@ -269,6 +269,8 @@ def _changes(report: dict[str, Any]) -> list[tuple[str, Any, str]]:
             recipe, tokens = report["pretrain"]["recipe"], report["pretrain"]["tokens"]
             if model["training_tokens"] != tokens // model["pretrain"]["batch_tokens"] * model["pretrain"]["batch_tokens"]:
                 found.append((f"pretrain.by_model.{name}.tokens", model["training_tokens"], name))
+            if model.get("block_tokens") != report["pretrain"].get("block_tokens"):
+                found.append((f"pretrain.by_model.{name}.block_tokens", model.get("block_tokens"), name))
             found += _recipe_changes(f"pretrain.by_model.{name}", recipe, model["pretrain"], name)
         if not report.get("posttrain") or model["posttrain"] is None:
             continue
