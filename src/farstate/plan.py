@@ -659,8 +659,10 @@ class Plan:
         Raises:
             FarstateError: naming what is absent.
         """
-        pages = [page.name for page in self._asked_pages(targets) if page.carried(root) != page.wanted()]
-        if absent := [*sorted(self._needed(root, targets)), *(f"reports/{name}.html" for name in pages)]:
+        names = {Path(target).as_posix() for target in targets or ["all"]}
+        asked = [p for p in self.pages.values() if {"all", "reports", p.name, *p.outputs.values()} & names]
+        pages = [page.name for page in asked if page.carried(root) != page.wanted()]
+        if absent := [*sorted(self.wanted(root, targets, absent=True)), *(f"reports/{name}.html" for name in pages)]:
             raise FarstateError(
                 f"{absent[0]}{f' and {len(absent) - 1} more' if len(absent) > 1 else ''}: asked for, not made, and no job failed; "
                 "run the same command again"

@@ -33,6 +33,7 @@ class Opened:
 
     plan: Plan
     settings: Settings
+    targets: list[str]
 
 
 def open_plan(
@@ -81,7 +82,7 @@ def open_plan(
     beside = str(Path(sys.executable).parent)
     if beside not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = beside + os.pathsep + os.environ.get("PATH", "")
-    return Opened(plan, settings)
+    return Opened(plan, settings, targets)
 
 
 def command_of(arguments: list[str]) -> str:
