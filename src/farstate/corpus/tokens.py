@@ -190,8 +190,9 @@ class _Scratch:
         self._fingerprint = fingerprint
         self._itemsize = dtype.itemsize
         self.groups = self.documents = self._tokens = 0
-        # Killed between the last rename and the manifest: the tokens have their final name already.
-        if self._final.exists() and not self._tokens_path.exists():
+        # Killed between the last rename and the manifest: the tokens have their final name already. A link, into DVC's cache say,
+        # is not this run's to write through.
+        if self._final.exists() and not self._tokens_path.exists() and _own(self._final):
             os.replace(self._final, self._tokens_path)
         self._resume()
 
@@ -241,6 +242,11 @@ class _Scratch:
             return
         if borne_out and record["inputs"] == self._fingerprint:
             self.groups, self.documents, self._tokens = record["groups"], record["documents"], record["tokens"]
+
+
+def _own(path: Path) -> bool:
+    """Whether the file has this name alone."""
+    return not path.is_symlink() and path.stat().st_nlink == 1
 
 
 def _cut(path: Path, size: int) -> Path:
