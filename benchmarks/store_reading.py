@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 SHARDS = 30
-ROWS, CONTEXT = 256, 2048
+CONTEXT = 2048
 VOCABULARY = 50_277
 READERS = ("farstate", "numpy", "datasets")
 _AT_ONCE = 1 << 20
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=200_000_000)
     parser.add_argument("--bytes", type=int, default=600 * 10**9, help="of all token shards together (default %(default)s)")
     parser.add_argument("--batches", type=int, default=1000, help="read by each (default %(default)s)")
+    parser.add_argument("--rows", type=int, default=256, help="windows in a batch (default %(default)s)")
     parser.add_argument("--folder", type=Path, help="where the store is made and removed (default: a temporary folder)")
     parser.add_argument("--through-write-store", action="store_true", help="make the store from shards by write_store")
     parser.add_argument("--rivals", nargs="*", choices=READERS[1:], default=list(READERS[1:]))
@@ -50,7 +51,7 @@ def main() -> None:
     if arguments.only == "write":
         print(json.dumps(write(arguments.folder)))
     elif arguments.only:
-        print(json.dumps(read(arguments.only, arguments.folder / "store", arguments.batches)))
+        print(json.dumps(read(arguments.only, arguments.folder / "store", arguments.batches, arguments.rows)))
     else:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
             print(json.dumps(measure(arguments, Path(name)), indent=2))
@@ -58,7 +59,8 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     def alone(which: str) -> dict[str, Any]:
-        command = [sys.executable, __file__, "--only", which, "--folder", str(folder), "--batches", str(arguments.batches)]
+        command = [sys.executable, __file__, "--only", which, "--folder", str(folder)]
+        command += ["--batches", str(arguments.batches), "--rows", str(arguments.rows)]
         return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
     found: dict[str, Any] = {"documents": arguments.documents, "token_bytes": arguments.bytes, "batches": arguments.batches}
@@ -193,22 +195,24 @@ def write(folder: Path) -> dict[str, Any]:
     return {"seconds": round(time.perf_counter() - start, 1), "peak": round(memory()["peak"] - before["resident"], 1)}
 
 
-def read(which: str, store: Path, batches: int) -> dict[str, Any]:
+def read(which: str, store: Path, batches: int, rows: int) -> dict[str, Any]:
     reader = {"farstate": Ours, "numpy": Numpy, "datasets": Datasets}[which]
     reader.load()
-    before, start = forget_peak(), time.perf_counter()
-    opened = reader(store)
-    seconds = {"open": time.perf_counter() - start}
+    before = forget_peak()
+    start, cpu = time.perf_counter(), time.process_time()
+    opened = reader(store, rows)
+    open_seconds, open_cpu = time.perf_counter() - start, time.process_time() - cpu
     after = memory()
-    seconds["first_batch"] = _timed(lambda: opened.batch(0))
-    start = time.perf_counter()
-    for step in range(1, batches):
+    start, cpu = time.perf_counter(), time.process_time()
+    for step in range(batches):
         opened.batch(step)
-    seconds["batches"] = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     end = memory()
     return {
-        "open_seconds": round(seconds["open"], 3),
-        "batch_milliseconds": round(1000 * seconds["batches"] / max(1, batches - 1), 3),
+        "open_seconds": round(open_seconds, 3),
+        "open_cpu_seconds": round(open_cpu, 3),
+        "batch_milliseconds": round(1000 * seconds / batches, 3),
+        "batch_cpu_milliseconds": round(1000 * cpu / batches, 3),
         "open_peak": round(after["peak"] - before["resident"], 1),
         **{name: round(end[name] - before["resident" if name == "peak" else name], 1) for name in ("peak", "anonymous", "files")},
         "page_tables": round(end["page_tables"] - before["page_tables"], 1),
@@ -216,18 +220,12 @@ def read(which: str, store: Path, batches: int) -> dict[str, Any]:
     }
 
 
-def _timed(call: Any) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 class Ours:
-    def __init__(self, store: Path) -> None:
+    def __init__(self, store: Path, rows: int) -> None:
         from farstate.corpus.readers import ShuffledWindows
         from farstate.corpus.store import TokenStore
 
-        self._reader = ShuffledWindows(TokenStore(store), "train", CONTEXT, ROWS, seed=0)
+        self._reader = ShuffledWindows(TokenStore(store), "train", CONTEXT, rows, seed=0)
         self.windows = self._reader.windows
 
     @staticmethod
@@ -241,7 +239,8 @@ class Ours:
 class _Rival:
     """What both need: the columns in memory, the windows of every document, a map of every shard."""
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self, store: Path, rows: int) -> None:
+        self.size = rows
         documents = json.loads((store / "store.json").read_text(encoding="utf-8"))["splits"]["train"]["documents"]
         self.offset, self.length, self.shard = (
             np.fromfile(store / name, dtype=dtype, count=documents)
@@ -259,8 +258,8 @@ class _Rival:
 
 
 class Numpy(_Rival):
-    def __init__(self, store: Path) -> None:
-        super().__init__(store)
+    def __init__(self, store: Path, rows: int) -> None:
+        super().__init__(store, rows)
         self.order = np.random.default_rng(0).permutation(self.windows)
 
     @staticmethod
@@ -268,17 +267,17 @@ class Numpy(_Rival):
         import torch  # noqa: F401 (so that every process starts from the same size)
 
     def batch(self, step: int) -> np.ndarray:
-        window = self.order[step * ROWS : (step + 1) * ROWS]
+        window = self.order[step * self.size : (step + 1) * self.size]
         document = np.searchsorted(self.ends, window, side="right")
         return self.tokens(self.shard[document], self.offset[document] + (window - self.starts[document]) * CONTEXT)
 
 
 class Datasets(_Rival):
-    def __init__(self, store: Path) -> None:
+    def __init__(self, store: Path, rows: int) -> None:
         import pyarrow as pa
         from datasets import Dataset
 
-        super().__init__(store)
+        super().__init__(store, rows)
         schema = pa.schema([("shard", pa.int32()), ("offset", pa.int64())])
         path = store.parent / "windows.arrow"
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
@@ -299,7 +298,7 @@ class Datasets(_Rival):
         datasets.disable_progress_bars()
 
     def batch(self, step: int) -> np.ndarray:
-        found = self.rows[step * ROWS : (step + 1) * ROWS]
+        found = self.rows[step * self.size : (step + 1) * self.size]
         return self.tokens(found["shard"], found["offset"])
 
 
