@@ -140,7 +140,7 @@ rule store:
     threads: 1
     resources:
         mem_mb=2000,
-        runtime=30,
+        runtime=240,
     params:
         stage=record("results/corpus/store-{key}"),
         output=subpath(output.manifest, parent=True),

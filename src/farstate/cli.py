@@ -282,9 +282,11 @@ def store(record: Record, output: Output = None) -> None:
     """Index the token shards: one store, documents with offsets."""
 
     def work(stage: Stage) -> None:
+        from farstate.corpus.progress import DocumentProgress
         from farstate.corpus.store import write_store
 
-        write_store(stage.many("shards"), stage.params["vocabulary_size"], stage.output)
+        with DocumentProgress(stage.label) as progress:
+            write_store(stage.many("shards"), stage.params["vocabulary_size"], stage.output, progress=progress)
 
     _run(record, output, "store", work)
 
