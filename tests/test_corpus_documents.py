@@ -10,6 +10,8 @@ import json
 import lzma
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -26,6 +28,7 @@ import pytest
 import zstandard
 
 from farstate.corpus import documents as documents_module
+from farstate.corpus import records as records_module
 from farstate.corpus.documents import SCHEMA, split_of, write_documents
 from farstate.errors import FarstateError
 from farstate.files import MANIFEST, read_manifest
@@ -393,6 +396,118 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 50, "MiB more for 100 MB more text"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from farstate.corpus import documents, spool
+from farstate.params import Corpus, Source
+output, path, step, left, limit = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+documents._GROUP_BYTES = 600
+spool._COMMIT_SECONDS = 0.0
+def deadly(function):
+    def wrapped(*arguments, **named):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **named)
+    return wrapped
+where = documents if step == "write_manifest" else spool.Spool
+setattr(where, step, deadly(getattr(where, step)))
+source = Source(name="it", files=str(path), limit_documents=limit or None)
+documents.write_documents(source, Corpus(sources=(source,), damaged_records="skip", minimum_bytes=20), output, files=[path])
+"""
+
+
+def messy(tmp_path: Path, suffix: str) -> Path:
+    """Documents, with damaged and short ones, duplicates near and far, and blank lines between them."""
+    texts = [f"document number {number % 90}, {number % 90} times counted" for number in range(120)]
+    if suffix == ".parquet":
+        path = tmp_path / "a.parquet"
+        rows: list[str | None] = [
+            None if number % 17 == 5 else "short" if number % 13 == 3 else t for number, t in enumerate(texts)
+        ]
+        pq.write_table(pa.table({"text": rows}), path, row_group_size=25)
+        return path
+    lines = [
+        "{" if number % 17 == 5 else "" if number % 19 == 7 else text_line("short" if number % 13 == 3 else text)
+        for number, text in enumerate(texts)
+    ]
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(COMPRESS[suffix]("\n".join(lines).encode()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("suffix", "step", "after", "limit"),
+    [
+        (".zst", "append", 0, 0),
+        (".zst", "append", 2, 0),
+        (".zst", "append", 2, 60),
+        (".parquet", "commit", 1, 0),
+        (".gz", "write_parquet", 0, 0),
+        (".zst", "write_manifest", 0, 0),
+    ],
+)
+def test_killed_run_goes_on_where_it_was(
+    tmp_path: Path, suffix: str, step: str, after: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents_module, "_GROUP_BYTES", 600)
+    path = messy(tmp_path, suffix)
+    source = Source(name="it", files=str(path), limit_documents=limit or None)
+    corpus = Corpus(sources=(source,), damaged_records="skip", minimum_bytes=20)
+    write_documents(source, corpus, tmp_path / "whole", files=[path])
+    manifest = read_manifest(tmp_path / "whole")
+    assert min(manifest["duplicates"], sum(manifest["skipped"].values())) >= (0 if limit else 5)
+
+    killed = tmp_path / "killed"
+    done = subprocess.run([sys.executable, "-c", KILLED, killed, path, step, str(after), str(limit)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not (killed / MANIFEST).exists()
+    read: list[str] = []
+    original = records_module.from_mapping
+    monkeypatch.setattr(records_module, "from_mapping", lambda *given: read.append(given[2]) or original(*given))
+    write_documents(source, corpus, killed, files=[path])
+    assert {item.name: item.read_bytes() for item in killed.iterdir()} == {
+        item.name: item.read_bytes() for item in (tmp_path / "whole").iterdir()
+    }
+    if step.startswith("write"):
+        assert read == [], "all had been read"
+    elif after:
+        titles = pq.read_table(killed / "documents.parquet")["title"].to_pylist()
+        assert titles[0] not in read, "what was on disk was not parsed again"
+        assert titles[-1] in read
+
+
+def test_rows_of_another_input_are_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents_module, "_GROUP_BYTES", 600)
+    path = messy(tmp_path, ".zst")
+    source = Source(name="it", files=str(path))
+    corpus = Corpus(sources=(source,), damaged_records="skip", minimum_bytes=20)
+    write_documents(source, corpus, tmp_path / "whole", files=[path])
+    killed = tmp_path / "killed"
+    subprocess.run([sys.executable, "-c", KILLED, killed, path, "write_parquet", "0", "0"], check=False)
+    rows = (killed / ".rows.part").read_bytes()
+    for number, changes in enumerate(
+        [
+            {".progress.json": b"{ torn"},
+            {".progress.json": b"[]"},
+            {".rows.part": rows[:-50]},
+            {".rows.part": rows + b"half a row"},
+        ]
+    ):
+        output = tmp_path / f"damaged-{number}"
+        shutil.copytree(killed, output)
+        for name, data in changes.items():
+            (output / name).write_bytes(data)
+        write_documents(source, corpus, output, files=[path])
+        assert (output / MANIFEST).read_bytes() == (tmp_path / "whole" / MANIFEST).read_bytes(), changes
+    os.utime(path, ns=(1, 1))
+    path.write_bytes(COMPRESS[".zst"]("\n".join(text_line(f"another text, number {n}") for n in range(50)).encode()))
+    write_documents(source, corpus, killed, files=[path])
+    assert read_manifest(killed)["documents"] == 50
 
 
 AS_NOBODY = """

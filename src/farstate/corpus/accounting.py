@@ -10,10 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from farstate.corpus.stage import SPLITS
 from farstate.corpus.store import STORE
 from farstate.files import read_json, read_manifest
 
-_UNKNOWN = "not recorded"
+_UNKNOWN = "–"
 
 
 def account(store: Path) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def account(store: Path) -> dict[str, Any]:
     shards = [_shard(store, record) for record in contents["shards"]]
     sources: dict[str, list[dict[str, Any]]] = {}
     for shard in shards:
-        sources.setdefault(shard["source"] or Path(shard["path"]).name, []).append(shard)
+        sources.setdefault(shard["source"] or _name(shard), []).append(shard)
     return {
         "store": store.as_posix(),
         "dtype": manifest["dtype"],
@@ -41,9 +42,7 @@ def account(store: Path) -> dict[str, Any]:
         "documents": manifest["documents"],
         "tokens": sum(counts["tokens"] for counts in manifest["splits"].values()),
         "bytes": sum(counts["bytes"] for counts in manifest["splits"].values()),
-        "splits": {
-            split: {key: counts[key] for key in ("documents", "tokens", "bytes")} for split, counts in manifest["splits"].items()
-        },
+        "splits": {split: {key: manifest["splits"][split][key] for key in ("documents", "tokens", "bytes")} for split in SPLITS},
         "pile_set_names": _sets(counts["pile_set_names"] for counts in manifest["splits"].values()),
         "sources": {name: {"shards": len(those), **_sum(those)} for name, those in sources.items()},
         "duplicates": {"within_shards": _sum(shards)["duplicates"], "between_shards": manifest["duplicates"]},
@@ -55,8 +54,8 @@ def show(accounts: dict[str, Any], console: Console) -> None:
     """Print the accounts as tables."""
     kept = _table("kept", "split", "documents", "tokens", "bytes", "tokens/document")
     for split, counts in [*accounts["splits"].items(), ("all", accounts)]:
-        mean = f"{counts['tokens'] / counts['documents']:,.0f}" if counts["documents"] else "–"
-        kept.add_row(split, *_numbers(counts), mean, end_section=split == "test")
+        mean = f"{counts['tokens'] / counts['documents']:,.0f}" if counts["documents"] else _UNKNOWN
+        kept.add_row(split, *_numbers(counts), mean, end_section=split == SPLITS[-1])
     console.print(f"{accounts['store']}: {accounts['dtype']}, a vocabulary of {accounts['vocabulary_size']:,}", kept, sep="\n")
     if accounts["pile_set_names"]:
         sets = _table("kept, by set", "pile_set_name", "documents", "tokens", "bytes", "share of tokens")
@@ -75,6 +74,12 @@ def show(accounts: dict[str, Any], console: Console) -> None:
         )
     console.print(read)
     console.print(f"The same document in another shard: {accounts['duplicates']['between_shards']:,} left out.")
+    if any(shard["records"] is None for shard in accounts["shards"]):
+        console.print(f"{_UNKNOWN}: not recorded, the shard was made by an earlier version")
+
+
+def _name(shard: dict[str, Any]) -> str:
+    return Path(shard["path"]).name.removeprefix("tokens.").rpartition("-")[0]
 
 
 def _shard(store: Path, record: dict[str, Any]) -> dict[str, Any]:
