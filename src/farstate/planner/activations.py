@@ -8,6 +8,7 @@ sizes are exact, sizes below a head's are left out. The recurrence's own part is
 from __future__ import annotations
 
 import math
+from functools import cache
 from itertools import accumulate
 
 from farstate.models.config import Config, Shape
@@ -39,6 +40,7 @@ def block_numbers(config: Config, layer: int, rows: int, context: int, *, kernel
     return rows * (context * (around + inside) + once)
 
 
+@cache
 def held_bytes(
     config: Config, rows: int, context: int, precision: str, *, recomputes: bool, kernels: bool, gpu: bool
 ) -> tuple[float, float]:
@@ -57,6 +59,13 @@ def held_bytes(
     # What the final norm reads and the gradient of its output; tokens and targets are 64-bit.
     ends = 4.0 * tokens * (2 * config.width + 4)
     return sum(kept) + ends, max(backward - sum(kept), logits_bytes(config, tokens, gpu=gpu))
+
+
+@cache
+def forward_bytes(config: Config, rows: int, context: int) -> float:
+    """Bytes at the most in a forward pass without gradients: the widest block's tensors, what enters it, hidden states."""
+    widest = max(block_numbers(config, layer, rows, context, kernels=False) for layer in range(config.layers))
+    return 4.0 * (widest + rows * context * 2 * config.width)
 
 
 def logits_bytes(config: Config, tokens: int, *, gpu: bool) -> float:

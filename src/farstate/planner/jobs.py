@@ -7,15 +7,16 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from farstate.keys import Stage
 from farstate.models.config import Config
 from farstate.models.registry import config_from_json
-from farstate.planner.activations import block_numbers, held_bytes, logits_bytes
+from farstate.planner.activations import forward_bytes, held_bytes, logits_bytes
 from farstate.planner.devices import Device
-from farstate.planner.work import forward_flops, state_bytes, training_flops
+from farstate.planner.work import forward_flops, parameters_of, state_bytes, training_flops
 from farstate.settings import Settings
 
 TRAININGS = ("pretrain", "posttrain", "tune")
@@ -81,7 +82,7 @@ def estimate(stage: Stage, settings: Settings, device: Device, root: Path) -> Jo
     return Job(
         stage,
         model_of(stage),
-        config.parameter_count(),
+        parameters_of(config),
         tokens,
         flops,
         memory,
@@ -111,6 +112,7 @@ def model_of(stage: Stage) -> str:
     return stage.name.removeprefix("model.").rsplit(".", 3)[0]
 
 
+@cache
 def config_of(stage: Stage, root: Path) -> Config | None:
     """The model's sizes: from the parameters, else from an imported checkpoint, else by a published one's name."""
     if "shape" in stage.params:
@@ -183,7 +185,7 @@ def _flops_per_token(stage: Stage, config: Config, settings: Settings) -> float:
 
 
 def _memory(stage: Stage, config: Config, settings: Settings, device: Device, devices: int) -> dict[str, float]:
-    parameters = config.parameter_count()
+    parameters = parameters_of(config)
     half = 2.0 * parameters if _trains(stage) and _precision(stage) == "bf16-mixed" else 0.0  # what matrix products read
     if not _trains(stage):
         return {"weights": 4.0 * parameters, **_evaluation(stage, config, settings, device)}
@@ -211,9 +213,8 @@ def _evaluation(stage: Stage, config: Config, settings: Settings, device: Device
     if stage.rule == "import_checkpoint":
         return {}
     rows, segment = settings.evaluation_rows, settings.evaluation_segment
-    widest = max(block_numbers(config, layer, rows, segment, kernels=False) for layer in range(config.layers))
     return {
-        "activations": 4.0 * (widest + rows * segment * 2 * config.width),
+        "activations": forward_bytes(config, rows, segment),
         "moment": logits_bytes(config, rows * segment, gpu=device.is_gpu),
         "states": 2.0 * rows * state_bytes(config, segment),
     }

@@ -11,7 +11,7 @@ from rich.table import Table
 from farstate.planner.devices import Device
 from farstate.planner.jobs import Job
 
-_WIDTH = 200
+_WIDEST = 500
 _PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -49,7 +49,6 @@ def as_json(jobs: list[Job], device: Device, waiting: set[str]) -> dict[str, Any
 def show(jobs: list[Job], device: Device, waiting: set[str], others: int) -> None:
     """Print the table: a line a rule and model, the largest of its jobs, and the totals of those still to be made."""
     console = Console(highlight=False)
-    console.width = max(console.width, _WIDTH)  # a narrow terminal wraps lines; nothing is left out
     rates = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {precision}" for precision, rate in _rates(device))
     console.print(f"Planned for {device.name}: {device.memory / 1e9:.0f} GB, {rates}")
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -85,7 +84,8 @@ def show(jobs: list[Job], device: Device, waiting: set[str], others: int) -> Non
             _hours(max((job.hours for job in group if job.hours is not None), default=None)),
             "" if all(job.fits for job in group) else "does not fit",
         )
-    console.print(table)
+    console.width = max(console.width, console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum)
+    console.print(table)  # a narrow terminal wraps its lines; nothing is left out
     due = [job for job in jobs if job.stage.directory in waiting]
     known = sum(job.hours * job.devices for job in due if job.hours is not None)
     unknown = sum(job.hours is None for job in due)

@@ -7,6 +7,8 @@ and values it sees: 4 for each channel of a head and position. Backward is twice
 
 from __future__ import annotations
 
+from functools import cache
+
 from farstate.models.config import Config, Shape
 from farstate.models.gated_deltanet.shape import GatedDeltaNetShape
 from farstate.models.gla.shape import GLAShape
@@ -55,12 +57,20 @@ def auxiliary_entries(config: Shape, layer: int, context: int) -> int:
     raise NotImplementedError(f"planner: no formula for {type(config).__name__}")
 
 
+@cache
 def state_bytes(config: Config, context: int) -> int:
     """Bytes of the state of one sequence, all layers, float32."""
     layers = range(config.layers)
     return 4 * sum(recurrent_entries(config, layer) + auxiliary_entries(config, layer, context) for layer in layers)
 
 
+@cache
+def parameters_of(config: Config) -> int:
+    """All trained numbers."""
+    return config.parameter_count()
+
+
+@cache
 def forward_flops(config: Config, context: int) -> float:
     """FLOP of the forward pass, for one token of a sequence of `context` tokens."""
     matrices = config.parameter_count(embeddings=False) + config.padded_vocabulary * config.width
