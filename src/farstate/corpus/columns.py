@@ -1,7 +1,8 @@
 """Columns of integers in raw files, read where they are asked and nowhere else.
 
 Files are read with `pread`, not mapped: random reads through a map of hundreds of gigabytes keep a page and a table of pages for
-nearly every place that was ever touched, and a file that another process cuts short would end ours with a bus error.
+nearly every place that was ever touched, and a file that another process cuts short would end ours with a bus error. Reads
+that are known beforehand are announced to the kernel, so that a disk fetches them side by side.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ class Column(Protocol):
     def take(self, places: Integers) -> NDArray[Any]:
         """Those at the places, (n,)."""
 
+    def expect(self, starts: Integers, count: int) -> None:
+        """Say that `count` integers will be read from each of `starts` on."""
+
 
 class HeldColumn:
     """A column that is in memory."""
@@ -44,6 +48,9 @@ class HeldColumn:
 
     def take(self, places: Integers) -> NDArray[Any]:
         return self._values[places]
+
+    def expect(self, starts: Integers, count: int) -> None:
+        pass
 
 
 class FileColumn:
@@ -71,6 +78,7 @@ class FileColumn:
         return values
 
     def take(self, places: Integers) -> NDArray[Any]:
+        self.expect(places, 1)
         values = np.empty(places.size, dtype=self._dtype)
         for number, place in enumerate(places.tolist()):
             self.read_into(values[number : number + 1], place)
@@ -80,9 +88,7 @@ class FileColumn:
         """Fill the contiguous array `values`, (n,) of the column's type, from place `start` on."""
         if not 0 <= start <= self._count - values.size:
             raise IndexError(f"{self._path}: {self._count} integers, asked {values.size} from {start} on")
-        file = self._file
-        if file is None:
-            file = self._file = _File(self._path)
+        file = self._opened()
         left = values.view(np.uint8).data
         at = (self._first + start) * self._dtype.itemsize
         while left:
@@ -92,6 +98,20 @@ class FileColumn:
                     f"{self._path}: ends at byte {at}, it was longer when it was opened; restore it, or delete its folder and run again"
                 )
             left, at = left[done:], at + done
+
+    def expect(self, starts: Integers, count: int) -> None:
+        """Say that `count` integers will be read from each of `starts` on; nothing is read yet."""
+        if starts.size < 2 or not hasattr(os, "posix_fadvise"):  # which macOS does not have
+            return
+        file, size = self._opened(), self._dtype.itemsize
+        for start in starts.tolist():
+            os.posix_fadvise(file.descriptor, (self._first + start) * size, count * size, os.POSIX_FADV_WILLNEED)
+
+    def _opened(self) -> _File:
+        file = self._file
+        if file is None:
+            file = self._file = _File(self._path)
+        return file
 
 
 class _File:

@@ -64,9 +64,15 @@ class DocumentTable:
         for start in range(0, self._count, _SCANNED_AT_ONCE):
             yield column.read(start, min(start + _SCANNED_AT_ONCE, self._count))
 
-    def length_block(self, start: int, stop: int) -> Integers:
-        """The lengths of the documents [start, stop)."""
-        return self._column(LENGTHS).read(start, stop)
+    def length_blocks(self, starts: Integers, size: int) -> Integers:
+        """(n, size) int64: the lengths of `size` documents from each of `starts` on; 0 behind the last document."""
+        column = self._column(LENGTHS)
+        column.expect(starts, size)
+        blocks = np.zeros((starts.size, size), dtype=np.int64)
+        for block, start in zip(blocks, starts.tolist(), strict=True):
+            lengths = column.read(start, min(start + size, self._count))
+            block[: lengths.size] = lengths
+        return blocks
 
     def strings(self, column: str, documents: Integers) -> NDArray[np.str_]:
         """(n,): a column of index.parquet at `documents`; one row group is in memory at a time."""
@@ -163,10 +169,7 @@ class Pieces:
     def _locate(self, piece: Integers) -> tuple[Integers, Integers, Integers]:
         of_piece = np.searchsorted(self._ends, piece, side="right")
         blocks, which = np.unique(of_piece, return_inverse=True)
-        lengths = np.zeros((blocks.size, _BLOCK), dtype=np.int64)
-        for row, block in zip(lengths, blocks.tolist(), strict=True):
-            found = self._table.length_block(block * _BLOCK, min((block + 1) * _BLOCK, len(self._table)))
-            row[: found.size] = found
+        lengths = self._table.length_blocks(blocks * _BLOCK, _BLOCK)
         counts = self._counts(lengths)
         ends = np.cumsum(counts, axis=1)
         within = piece - (self._ends[of_piece] - ends[which, -1])

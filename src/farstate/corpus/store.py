@@ -329,6 +329,8 @@ class TokenStore:
         offsets = np.asarray(offset, dtype=np.int64)
         if length < 0 or (offsets < 0).any() or (shards < 0).any() or (shards >= len(self._shards)).any():
             raise IndexError(f"{self._directory}: no such tokens (shards {shards}, offsets {offsets}, length {length})")
+        for number in np.unique(shards) if offsets.size > 1 else ():
+            self._shards[number].expect(offsets[shards == number], length)
         rows = np.empty((offsets.size, length), dtype=self._dtype)
         for row, number, start in zip(rows, shards.tolist(), offsets.tolist(), strict=True):
             tokens = self._shards[number]
