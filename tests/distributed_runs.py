@@ -157,22 +157,28 @@ def in_step(number: int, what: Callable[[], None]) -> None:
     trainer.clip_gradients = changed
 
 
+def run(folder: Path, *cases: str) -> dict[str, Any]:
+    """What the trainer told of each case, CASE[@ROOT][!]; nothing of those that were left."""
+    facts = {}
+    for given in cases:
+        name, _, root = given.removesuffix("!").partition("@")
+        path = folder / (root or str(distributed.current().world)) / name
+        if given.endswith("!"):
+            in_step(5, leave)
+        with in_float64() if name != "ddp-bf16" else nullcontext():
+            try:
+                facts[given] = CASES[name](folder, path)
+            except Left:
+                trainer.clip_gradients = clip_gradients
+    return facts
+
+
 def main() -> None:
-    folder, facts = Path(sys.argv[1]), {}
     torch.set_num_threads(1)
     with distributed.launched() as processes:
         if processes.rank == processes.world - 1 and "DIES" in os.environ:
             in_step(int(os.environ["DIES"]), die)
-        for given in sys.argv[2:]:
-            name, _, root = given.removesuffix("!").partition("@")
-            path = folder / (root or str(processes.world)) / name
-            if given.endswith("!"):
-                in_step(5, leave)
-            with in_float64() if name != "ddp-bf16" else nullcontext():
-                try:
-                    facts[given] = CASES[name](folder, path)
-                except Left:
-                    trainer.clip_gradients = clip_gradients
+        facts = run(Path(sys.argv[1]), *sys.argv[2:])
         if processes.first:
             print(json.dumps(facts))
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import distributed_runs as runs
 from conftest import REPOSITORY, environment
+from farstate import cli
 from farstate.errors import FarstateError
 from farstate.files import read_manifest, write_json
 from farstate.grid import snapshot_file
@@ -69,21 +70,6 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def done(*command: str) -> dict[str, Any]:
-    status, out, err = ended(started(*command))
-    assert status == 0, err[-6000:]
-    told: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return told
-
-
-def on_one(folder: Path, *cases: str) -> dict[str, Any]:
-    return done(sys.executable, SCRIPT, str(folder), *cases)
-
-
-def on_two(folder: Path, *cases: str) -> dict[str, Any]:
-    return done(*TORCHRUN, SCRIPT, str(folder), *cases)
-
-
 def reference(case: str) -> str:
     """The case that is the same training on one process, undivided."""
     arm = case.partition("-")[2]
@@ -102,14 +88,34 @@ def folder(store_folder: Path) -> Path:  # noqa: F811
     return root
 
 
+KILLED = "fsdp-state_passing"
+
+
 @pytest.fixture(scope="module")
-def facts(folder: Path) -> dict[str, Any]:
+def last_words(folder: Path) -> str:
+    """What is said where the second process kills itself in step 5; its training lies in `killed`."""
+    began = time.monotonic()
+    status, _, err = ended(started(*TORCHRUN, SCRIPT, str(folder), f"{KILLED}@killed", DIES="5"))
+    assert status != 0
+    assert time.monotonic() - began < 120.0  # of which most is the start
+    assert not (folder / "killed" / KILLED / "output" / "manifest.json").exists()
+    assert (folder / "killed" / KILLED / "scratch" / "checkpoint-000000000004.json").exists()
+    shutil.copytree(folder / "killed", folder / "killed_one")
+    return err
+
+
+@pytest.fixture(scope="module")
+def facts(folder: Path, last_words: str) -> dict[str, Any]:
     """All cases, on one process and on two; and each way of going on with what the other number of processes began."""
     alone = dict.fromkeys([*map(reference, runs.CASES), "ddp-split", "fsdp-recomputed"])
-    one = on_one(folder, *alone, *(f"{case}@from_one!" for case in RESUMED))
-    two = on_two(folder, *runs.CASES, *(f"{case}@from_one" for case in RESUMED), *(f"{case}@from_two!" for case in RESUMED))
-    back = on_one(folder, *(f"{case}@from_two" for case in RESUMED))
-    return {"one": one, "two": two | back}
+    one = runs.run(folder, *alone, *(f"{case}@from_one!" for case in RESUMED), f"{KILLED}@killed_one")
+    going_on = [*(f"{case}@from_one" for case in RESUMED), f"{KILLED}@killed"]
+    status, out, err = ended(
+        started(*TORCHRUN, SCRIPT, str(folder), *runs.CASES, *going_on, *(f"{case}@from_two!" for case in RESUMED))
+    )
+    assert status == 0, err[-6000:]
+    back = runs.run(folder, *(f"{case}@from_two" for case in RESUMED))
+    return {"one": one, "two": json.loads(out.splitlines()[-1]), "back": back}
 
 
 def weights(root: Path) -> dict[str, Tensor]:
@@ -155,9 +161,9 @@ def test_arms_differ(folder: Path, facts: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", RESUMED)
-@pytest.mark.parametrize("began", ["one", "two"])
-def test_another_number_of_processes_goes_on(folder: Path, facts: dict[str, Any], case: str, began: str) -> None:
-    assert facts["two"][f"{case}@from_{began}"]["resumed"] == 1
+@pytest.mark.parametrize(("began", "ended"), [("one", "two"), ("two", "back")])
+def test_another_number_of_processes_goes_on(folder: Path, facts: dict[str, Any], case: str, began: str, ended: str) -> None:
+    assert facts[ended][f"{case}@from_{began}"]["resumed"] == 1
     assert_same_training(folder / f"from_{began}" / case, folder / "1" / reference(case))
 
 
@@ -276,25 +282,21 @@ def test_rows_that_cannot_be_shared(world: int, split: int, expected: str, monke
 # --- one of them dies, or all are stopped
 
 
-def test_a_killed_process_ends_all_and_the_next_call_goes_on(folder: Path, facts: dict[str, Any]) -> None:
-    """kill -9 of the second in step 5: bounded time, one line, no result; then on two processes bit by bit, and on one."""
-    case = "fsdp-state_passing"
-    began = time.monotonic()
-    status, _, err = ended(started(*TORCHRUN, SCRIPT, str(folder), f"{case}@killed", DIES="5"))
-    assert status != 0
-    assert time.monotonic() - began < 120.0  # of which most is the start
-    said = [line for line in err.splitlines() if line.startswith("farstate: another of the 2 processes of this training ended")]
-    assert len(said) == 1, err[-4000:]
-    assert not (folder / "killed" / case / "output" / "manifest.json").exists()
-    assert (folder / "killed" / case / "scratch" / "checkpoint-000000000004.json").exists()
-    shutil.copytree(folder / "killed", folder / "killed_one")
-    assert on_two(folder, f"{case}@killed")[f"{case}@killed"]["resumed"] == 1
-    assert_same_training(folder / "killed" / case, folder / "2" / case, rtol=0.0, atol=0.0)
-    assert on_one(folder, f"{case}@killed_one")[f"{case}@killed_one"]["resumed"] == 1
-    assert_same_training(folder / "killed_one" / case, folder / "1" / reference(case))
+def test_a_killed_process_ends_all(last_words: str) -> None:
+    said = [
+        line for line in last_words.splitlines() if line.startswith("farstate: another of the 2 processes of this training ended")
+    ]
+    assert len(said) == 1, last_words[-4000:]
 
 
-LONG = 400
+def test_what_a_killed_process_left_goes_on(folder: Path, facts: dict[str, Any]) -> None:
+    """On two processes bit by bit as if nothing had been, and on one."""
+    assert facts["two"][f"{KILLED}@killed"]["resumed"] == facts["one"][f"{KILLED}@killed_one"]["resumed"] == 1
+    assert_same_training(folder / "killed" / KILLED, folder / "2" / KILLED, rtol=0.0, atol=0.0)
+    assert_same_training(folder / "killed_one" / KILLED, folder / "1" / reference(KILLED))
+
+
+LONG = 200
 
 
 @pytest.fixture
@@ -318,7 +320,9 @@ def record(folder: Path, tmp_path: Path) -> Path:
     return tmp_path / "record.json"
 
 
-def test_the_command_is_stopped_and_goes_on(record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_is_stopped_and_goes_on(
+    record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`torchrun --no-python farstate pretrain RECORD`: SIGTERM leaves a checkpoint and one line; one process ends the training."""
     monkeypatch.chdir(tmp_path)
     live = tmp_path / ".farstate/scratch/pretrain/made-0123/metrics.jsonl"
@@ -337,19 +341,18 @@ def test_the_command_is_stopped_and_goes_on(record: Path, tmp_path: Path, monkey
     assert len(stops) == 1, err[-4000:]
     assert (live.parent / f"checkpoint-{int(stops[0]):012d}.json").exists()
     assert not (tmp_path / "results/pretrain/made-0123/manifest.json").exists()
-    status, _, err = ended(started("farstate", "pretrain", str(record)))
-    assert status == 0, err
-    assert f"goes on after step {stops[0]} of {LONG}" in err
+    cli.pretrain(record)
+    assert f"goes on after step {stops[0]} of {LONG}" in capsys.readouterr().err
     manifest = read_manifest(tmp_path / "results/pretrain/made-0123")
     assert (manifest["steps"], manifest["key"]) == (LONG, "0123")
     provenance = json.loads((tmp_path / "logs/pretrain/made-0123.provenance.json").read_text())
     assert (provenance["run"]["resumed"], provenance["run"]["processes"]) == (1, 1)
 
 
-def test_a_stage_that_is_not_shared_says_so(tmp_path: Path) -> None:
-    status, _, err = ended(started("farstate", "store", str(tmp_path / "record.json"), WORLD_SIZE="2", RANK="0"))
-    assert status == 1
-    assert err.strip() == "farstate: store: is computed by one process, torchrun started 2; call farstate itself"
+def test_a_stage_that_is_not_shared_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(FarstateError, match="store: is computed by one process, torchrun started 2; call farstate itself"):
+        cli.store(tmp_path / "record.json")
 
 
 def test_one_process_communicates_nothing() -> None:
