@@ -323,10 +323,10 @@ def record(folder: Path, tmp_path: Path) -> Path:
 def test_the_command_is_stopped_and_goes_on(
     record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`torchrun --no-python farstate pretrain RECORD`: SIGTERM leaves a checkpoint and one line; one process ends the training."""
+    """`torchrun -m farstate pretrain RECORD`: SIGTERM leaves a checkpoint and one line; one process ends the training."""
     monkeypatch.chdir(tmp_path)
     live = tmp_path / ".farstate/scratch/pretrain/made-0123/metrics.jsonl"
-    process = started(*TORCHRUN, "--no-python", "farstate", "pretrain", str(record))
+    process = started(*TORCHRUN, "-m", "farstate", "pretrain", str(record))
     deadline = time.monotonic() + ENOUGH
     while not (live.exists() and live.read_text().count("\n") >= 3):
         assert process.poll() is None, ended(process)[2][-4000:]
