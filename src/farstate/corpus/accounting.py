@@ -65,7 +65,7 @@ def show(accounts: dict[str, Any], console: Console) -> None:
     read = _table("read, by source", "source", "shards", "records", "documents", "duplicates", "skipped", "why")
     for name, counts in accounts["sources"].items():
         skipped = counts["skipped"]
-        why = ", ".join(f"{count:,} {reason}" for reason, count in sorted((skipped or {}).items()))
+        why = "\n".join(f"{count:,} {reason}" for reason, count in sorted((skipped or {}).items()))
         read.add_row(
             name,
             *map(_number, (counts["shards"], counts["records"], counts["documents"], counts["duplicates"])),
@@ -121,7 +121,7 @@ def _sets(parts: Iterable[dict[str, dict[str, int]]]) -> dict[str, dict[str, int
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 or column == "why" else "right")
+        table.add_column(column, justify="left" if number == 0 or column == "why" else "right", no_wrap=True)
     return table
 
 
