@@ -1,6 +1,6 @@
 """The pipeline on a real Slurm of one node: what jobs ask for, what kills them, what a user is told.
 
-One run of the test configuration does it all; a figure beside it has an arm whose training cannot succeed.
+One run of the test configuration, with three of its arms, does it all; a figure beside it has an arm whose training cannot succeed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ import cluster
 
 pytestmark = [pytest.mark.workflow, pytest.mark.xdist_group("slurm")]
 
-# sigma is finite and the first loss is not: the one line that the trainer has for that must reach the user.
-BROKEN = {
+FIGURE = {"models": ["tiny"], "steps": None, "seeds": None, "length": None}
+PARAMETERS = {
+    # sigma is finite and the first loss is not: the one line that the trainer has for that must reach the user.
     "posttrain": {"arms": {"broken": {"initial_state": "random_noise", "sigma": 1.0e38}}},
-    "figures": {"fig1": {"models": ["tiny"], "arms": ["base", "control", "broken"], "steps": None, "seeds": None, "length": None, "remembrance": False}},
-}  # fmt: skip
+    "figures": {
+        "fig5": {**FIGURE, "arms": ["base", "control", "state_passing"]},
+        "fig1": {**FIGURE, "arms": ["base", "control", "broken"], "remembrance": False},
+    },
+}
 PATIENCE = 500.0
 
 
@@ -123,11 +127,9 @@ def seen(slurm: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> See
     clone = make_clone(tmp_path_factory.mktemp("on_slurm") / "clone")
     fill_in(clone)
     params = clone / "params.yaml"
-    params.write_text(yaml.safe_dump(merge(yaml.safe_load(params.read_text()), BROKEN), sort_keys=False))
+    params.write_text(yaml.safe_dump(merge(yaml.safe_load(params.read_text()), PARAMETERS), sort_keys=False))
     settings = {"checkpoint_seconds": 0.05}
-    command = [
-        *("snakemake", "--profile", "slurm", "--config", f"settings={json.dumps(settings)}"),
-    ]
+    command = ["snakemake", "--profile", "slurm", "--retries", "1", "--config", f"settings={json.dumps(settings)}"]
     log = clone / "snakemake.log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -185,7 +187,7 @@ def test_the_whole_dag_runs_and_jobs_ask_for_what_the_planner_reckons(seen: Seen
 def test_many_small_measurements_are_one_job(seen: Seen) -> None:
     finished = [job for job in seen.named("rule_measure") if job["JobState"] == "COMPLETED"]
     assert 1 <= len(finished) <= 2
-    assert seen.output.count("(Rule: perplexity)") >= 6
+    assert seen.output.count("(Rule: perplexity)") >= 3
 
 
 def test_a_cancelled_job_is_retried_and_resumes(seen: Seen) -> None:
@@ -196,20 +198,18 @@ def test_a_cancelled_job_is_retried_and_resumes(seen: Seen) -> None:
     assert "pretrain goes on after step" in log.read_text()
 
 
-def test_a_job_out_of_time_is_retried_and_resumes(seen: Seen, finished_clone: Path) -> None:
+def test_a_job_out_of_time_is_retried_and_resumes(seen: Seen) -> None:
     assert seen.timed_out, seen.output[-4000:]
     assert seen.jobs[seen.timed_out]["JobState"] == "TIMEOUT"
     states = [job["JobState"] for job in seen.named("rule_posttrain_wildcards_tiny_state_passing")]
     assert states == ["TIMEOUT", "COMPLETED"]
     (log,) = (seen.clone / "logs/posttrain").glob("tiny.state_passing.s0-*.log")
     assert "posttrain goes on after step" in log.read_text()
-    made, undisturbed = (where / "results/posttrain" / log.stem / "model.safetensors" for where in (seen.clone, finished_clone))
-    assert made.read_bytes() == undisturbed.read_bytes(), "killed twice on its way, the same weights"
 
 
 def test_a_failed_job_says_what_is_wrong(seen: Seen) -> None:
     broken = seen.named("rule_posttrain_wildcards_tiny_broken")
-    assert [job["JobState"] for job in broken] == ["FAILED"] * 3, "two retries"
+    assert [job["JobState"] for job in broken] == ["FAILED"] * 2, "one retry"
     assert re.search(r"farstate: posttrain: the loss is nan .* in step 1 of 20", seen.output), seen.output[-6000:]
     number = broken[-1]["JobId"]
     (slurm_log,) = (seen.clone / "logs/slurm").glob(f"rule_posttrain/tiny_broken_0_*/{number}.log")

@@ -24,6 +24,8 @@ HALVED = {"mamba1": 1.0, "mamba2": 1.02, "hybrid": 1.05, "gated_deltanet": 0.92,
 """Bytes kept in bf16-mixed, as a share of those in float32: what enters matrix products is halved, what enters a recurrence is kept twice."""
 PASSING = {"mamba1": 0.5, "mamba2": 0.6, "hybrid": 0.6, "gated_deltanet": 0.2, "gla": 0.27, "rwkv6": 0.23}
 """What the backward pass of a block needs for a moment, as a share of what the block kept. Measured at 4,096 tokens, two and four layers."""
+TILES = 2e6
+"""Bytes of the buffers in which the backward pass of Mamba-1's scan computes states again, over what it has freed by then. Measured."""
 LOGITS = 1 << 20
 """Logits that exist at a time on a CPU; on a GPU 256 times as many, as in farstate.models.head."""
 
@@ -54,11 +56,14 @@ def held_bytes(
     tokens = rows * context
     kept = [4.0 * tokens * config.width] * config.layers if recomputes else blocks
     again = 1.0 if recomputes else 0.0
-    passing = again + PASSING[config.architecture]
+    passing = again + PASSING[config.architecture] / getattr(
+        config, "groups", 1
+    )  # groups of heads are computed one after another
     backward = max(before + passing * one for before, one in zip(accumulate(kept), blocks, strict=True))
     # What the final norm reads and the gradient of its output; tokens and targets are 64-bit.
     ends = 4.0 * tokens * (2 * config.width + 4)
-    return sum(kept) + ends, max(backward - sum(kept), logits_bytes(config, tokens, gpu=gpu))
+    tiles = TILES if config.architecture == "mamba1" and not kernels else 0.0
+    return sum(kept) + ends, max(backward - sum(kept) + tiles, logits_bytes(config, tokens, gpu=gpu))
 
 
 @cache
