@@ -118,6 +118,8 @@ def refuse_incomplete():
     left_out = workflow.dag_settings.until or workflow.dag_settings.omit_from
     if workflow.is_main_process and not left_out:
         try:
-            PLAN.refuse_incomplete(Path.cwd(), OPENED.targets)
+            # Known now, and not yet when the rules are read.
+            asked = sorted(map(str, workflow.dag_settings.targets))
+            PLAN.refuse_incomplete(Path.cwd(), asked)
         except FarstateError as error:
             raise WorkflowError(str(error))
