@@ -41,6 +41,7 @@ ARMS = {
     "passing by batch": {"initial_state": "state_passing", "reset_probability": 0.3, "reset_unit": "batch"},
     "passing on": {"initial_state": "state_passing", "reset_probability": 0.3, "previous": "micro_batch"},
     "tbtt": {"initial_state": "tbtt"},
+    "tbtt kept": {"initial_state": "tbtt", "at_document_end": "keep"},
     "joint": {"initial_state": "gaussian", "scope": "joint", "reset_probability": 0.3},
     "heads": {"initial_state": "gaussian", "scope": "head", "reset_probability": 0.3},
     "permuted": {"initial_state": "permuted", "reset_probability": 0.3},
@@ -218,6 +219,15 @@ def test_a_replay_meets_what_the_training_met(folder, store, tmp_path, arm, micr
             np.testing.assert_allclose(states.rows(0, rows), final.entries(1)[:, 0].numpy(), rtol=1e-4, atol=1e-6)
             number += len(part.fresh)
         assert total == pytest.approx(losses[step], rel=1e-5)
+
+
+def test_a_kept_state_chains_the_documents_that_its_row_read(store):
+    """Under `keep` all windows of a row are one chain from the first step on; under `reset` none is chained."""
+    for arm, chained in (("tbtt kept", True), ("tbtt", False)):
+        met = Replay(store, "train", Training.from_json(record(arm)), CONTEXT, STEPS * ROWS).met()
+        assert ((met.chain == met.row) if chained else (met.chain == NO_CHAIN)).all()
+        assert (met.age == met.step * CONTEXT).all() == chained
+    assert max(np.unique(met.document[met.row == row]).size for row in range(ROWS)) > 1
 
 
 def test_the_first_rows_alone_have_the_states_of_the_whole_batch(store, tmp_path):
