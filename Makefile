@@ -1,6 +1,7 @@
 # make env    build the environment (.venv)
 # make demo   run the whole pipeline on the embedded text and say where the page is
 # make test   gates (format, lint, types) and the whole test suite
+# make faults kill -9 at 20 random instants over the pipeline of config/test.yaml, and hold the end against an undisturbed run
 # make bench  the benchmarks: ratios against what a user would pick instead (with a GPU: python benchmarks/gpu.py)
 # make graph  draw the rule graph of the README
 # make schema regenerate config/params.schema.json and docs/parameters.md
@@ -11,7 +12,7 @@ JOBS ?= 2
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: env demo test gates bench graph schema clean
+.PHONY: env demo test gates faults bench graph schema clean
 
 env: .venv/.complete
 
@@ -32,7 +33,7 @@ demo: env
 	@echo "The page: $(CURDIR)/reports/fig5.html"
 
 test: env gates
-	pytest -n $(JOBS) --dist loadgroup
+	pytest -n $(JOBS) --dist loadgroup --durations 30 --durations-min 5
 
 gates: env
 	ruff check .
@@ -41,6 +42,9 @@ gates: env
 	mypy
 	farstate schema --check
 	python tests/lint_workflow.py
+
+faults: env
+	python tests/faults.py --record docs/faults.json
 
 bench: env
 	python benchmarks/training_step.py

@@ -9,9 +9,7 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -172,50 +170,6 @@ def test_10_recorded_but_absent_results_are_never_recomputed_silently(clone_with
     assert plan["perplexity"] == 6
     shutil.rmtree(clone / "results")
     assert planned(clone) == {}, "pages alone: nothing to do"
-
-
-def test_7_killed_in_training_it_resumes_to_the_same_numbers(finished_clone: Path, tmp_path: Path) -> None:
-    clone = make_clone(tmp_path / "clone")
-    shutil.copytree(finished_clone / "results/corpus", clone / "results/corpus")
-    edit_settings(clone, "checkpoint_seconds: 60.0", "checkpoint_seconds: 0.05")
-    killed_with_checkpoint = 0
-    for _ in range(3):
-        process = subprocess.Popen(
-            ["snakemake", "pretrained"],
-            cwd=clone,
-            env=environment(clone),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        seen = newest_checkpoint(clone)
-        deadline = time.monotonic() + 120
-        while process.poll() is None and newest_checkpoint(clone) == seen and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            killed_with_checkpoint += 1
-        if (clone / "results/pretrain").is_dir() and list((clone / "results/pretrain").glob("*/manifest.json")):
-            break
-    assert killed_with_checkpoint >= 1, "the training was over before it could be killed"
-    done = run(clone, "snakemake", "pretrained")
-    assert "goes on after step" in done.stdout
-    assert weights(clone, "pretrain") == weights(finished_clone, "pretrain")
-    ours, theirs = (next((where / "results/pretrain").glob("*/metrics.jsonl")) for where in (clone, finished_clone))
-    assert ours.read_text() == theirs.read_text()
-
-
-def newest_checkpoint(clone: Path) -> tuple[str, int] | None:
-    files = [path for path in (clone / ".farstate/scratch").rglob("*.safetensors") if not path.name.startswith(".")]
-    return max(((path.name, path.stat().st_mtime_ns) for path in files), key=lambda item: item[1], default=None)
-
-
-def edit_settings(clone: Path, old: str, new: str) -> None:
-    path = clone / "config/settings.yaml"
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
 
 
 def test_8_the_slurm_profile_plans_on_a_clean_checkout(tmp_path: Path) -> None:
