@@ -37,14 +37,23 @@ def save_model(model: LanguageModel, folder: str | os.PathLike[str], origin: Ori
     farstate.write(model.config, dict(model.named_parameters()), Path(folder), origin or {})
 
 
-def write_weights(model: LanguageModel, path: Path, origin: Origin | None = None, **facts: str) -> None:
+def write_weights(
+    model: LanguageModel,
+    path: Path,
+    origin: Origin | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    **facts: str,
+) -> None:
     """Write one safetensors file that `load_model` reads beside its `config.json`; `origin` and `facts` enter its header.
+
+    `tensors` are the parameters by name, where the model itself holds shards of them.
 
     Raises:
         OSError, SafetensorError: the disk refused.
     """
     # A tied tensor is among the parameters once, under the embedding's name.
-    farstate.write_weights(model.config, dict(model.named_parameters()), path, origin or {}, **facts)
+    owned = dict(model.named_parameters()) if tensors is None else tensors
+    farstate.write_weights(model.config, owned, path, origin or {}, **facts)
 
 
 def load_model(

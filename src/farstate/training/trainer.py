@@ -33,10 +33,9 @@ from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
 from farstate.files import MANIFEST, atomic_path, only_one, read_manifest, sha256_file, write_json, write_manifest
 from farstate.grid import snapshot_file
-from farstate.models.checkpoints import CONFIG, SAFETENSORS, load_with_origin
+from farstate.models.checkpoints import CONFIG, SAFETENSORS, load_with_origin, write_weights
 from farstate.models.config import Config
 from farstate.models.formats import Origin
-from farstate.models.formats import farstate as own_format
 from farstate.models.head import mean_nll
 from farstate.models.language_model import LanguageModel
 from farstate.numerics import NUMERICS
@@ -601,7 +600,7 @@ def _write_weights(job: _Job, path: Path, origin: Origin, tokens: int) -> None:
     """Write the weights with what they were trained on; called by all processes."""
     weights = _whole(dict(job.model.named_parameters()))
     if job.division.processes.first:
-        own_format.write_weights(job.model.config, weights, path, origin, tokens=str(tokens))
+        write_weights(job.model, path, origin, weights, tokens=str(tokens))
 
 
 def _publish(
