@@ -16,6 +16,10 @@ from farstate.planner.resources import (
 from snakemake.exceptions import WorkflowError
 
 
+# With `--software-deployment-method apptainer` the commands run in this image; else where Snakemake runs (docs/cluster.md).
+container: "containers/farstate.sif"
+
+
 wildcard_constraints:
     key="[0-9a-f]{8}",
     run="[A-Za-z0-9][A-Za-z0-9_.+-]*",
