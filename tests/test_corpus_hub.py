@@ -13,12 +13,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 import zstandard
 
 from farstate.corpus import hub as hub_module
 from farstate.errors import FarstateError
 from farstate.files import MANIFEST, read_manifest
-from farstate.params import validate
+from farstate.params import Corpus, as_written, validate
 from farstate.plan import Plan
 from hub_stand_in import Hub
 
@@ -103,8 +104,6 @@ def plan(lock: dict[str, Any], **source: Any) -> Plan:
 
 
 def _params() -> dict[str, Any]:
-    import yaml
-
     data: dict[str, Any] = yaml.safe_load((ROOT / "config/test.yaml").read_text())
     return {**data, "figures": {"fig5": data["figures"]["fig5"]}}
 
@@ -226,3 +225,10 @@ def test_keys_follow_what_files_contain(hub: Hub) -> None:
 )
 def test_names_in_the_lock(where: str, parts: tuple[Any, ...]) -> None:
     assert hub_module.split_name(where) == parts
+
+
+def test_the_example_of_the_documentation_is_valid() -> None:
+    text = (ROOT / "docs/data.md").read_text()
+    example = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    corpus = Corpus.model_validate(as_written(example["corpus"]))
+    assert [source.name for source in corpus.sources] == ["pile", "pile-validation", "mirror", "set", "gutenberg"]

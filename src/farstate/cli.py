@@ -768,7 +768,7 @@ def corpus(
     if as_json:
         typer.echo(json.dumps(accounts, indent=2, ensure_ascii=False))
     else:
-        show(accounts, Console())
+        show(accounts, Console(width=None if sys.stdout.isatty() else 120))
 
 
 @app.command()

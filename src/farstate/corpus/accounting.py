@@ -121,7 +121,7 @@ def _sets(parts: Iterable[dict[str, dict[str, int]]]) -> dict[str, dict[str, int
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 or column == "why" else "right", no_wrap=True)
+        table.add_column(column, justify="left" if number == 0 or column == "why" else "right", overflow="fold")
     return table
 
 
