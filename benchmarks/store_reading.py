@@ -71,6 +71,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         make_store(folder, arguments.documents, arguments.bytes)
     for which in ("farstate", *arguments.rivals):
         found[which] = alone(which)
+        print(f"{which}: {json.dumps(found[which])}", file=sys.stderr)
     return found
 
 

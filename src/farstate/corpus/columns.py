@@ -1,8 +1,9 @@
 """Columns of integers in raw files, read where they are asked and nowhere else.
 
-Files are read with `pread`, not mapped: random reads through a map of hundreds of gigabytes keep a page and a table of pages for
-nearly every place that was ever touched, and a file that another process cuts short would end ours with a bus error. Reads
-that are known beforehand are announced to the kernel, so that a disk fetches them side by side.
+Files are read with `pread`, not mapped. Random reads through a map of hundreds of gigabytes read around every page as much as the disk's
+read-ahead (2 MB for 4 KB where that is 8 MB), and keep a page and a table of pages for nearly every place that was ever touched; and a
+file that another process cuts short would end ours with a bus error. Reads that are known beforehand are announced to the
+kernel, so that a disk fetches them side by side.
 """
 
 from __future__ import annotations
