@@ -51,6 +51,7 @@ bench: env
 	python benchmarks/recurrences.py
 	python benchmarks/state_moments.py
 	python benchmarks/tokenisation.py
+	python benchmarks/store_reading.py --documents 20000000 --batches 50
 	python benchmarks/long_evaluation.py
 	python benchmarks/generation.py
 	python benchmarks/dry_run.py
