@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,7 +26,7 @@ from farstate.models.registry import ARCHITECTURES, config_from_json
 from farstate.plan import Plan
 from farstate.planner.devices import GPUS, NAMES, device_of
 from farstate.planner.jobs import MEASUREMENTS, TRAININGS, config_of, estimate, estimates
-from farstate.planner.resources import Asks, over_nodes, refuse_what_cannot_fit, torchrun
+from farstate.planner.resources import GROUPED, Asks, over_nodes, refuse_what_cannot_fit, torchrun
 from farstate.planner.work import forward_flops, state_bytes
 from farstate.settings import Distributed, Planner, Settings
 from farstate.training import trainer
@@ -261,6 +262,8 @@ def test_jobs_ask_for_more_at_each_attempt_and_never_for_more_than_the_limit() -
     assert asked("runtime", 1, elsewhere=True) == 21
     assert asked("runtime", 3, elsewhere=True) == 63
     assert asked("runtime", 3, elsewhere=True, planner={"longest_job_hours": 1.0}) == 60
+    profile = yaml.safe_load((REPOSITORY / "slurm/config.yaml").read_text())
+    assert {int(given.partition("=")[2]) for given in profile["group-components"]} == {GROUPED}
     slow = asked("runtime", 1, elsewhere=True, planner={"rate": 1e5, "longest_job_hours": 1000.0})
     assert slow > 60, "a slower device takes longer"
 

@@ -22,8 +22,10 @@ GPU_PROCESS_MB = 6000
 """The same with a CUDA context and pinned buffers [assumed]."""
 START_MINUTES = 20
 """Start of Python, reading and writing results."""
-UNKNOWN_MB, UNKNOWN_MINUTES = 16_000, 480
+UNKNOWN_MB, UNKNOWN_MINUTES = 16_000, 120
 """Where sizes or texts are not known before the job runs."""
+GROUPED = 4
+"""Measurements that the cluster's profile puts into one job: together they stay within its time limit."""
 
 
 class Asks:
@@ -76,7 +78,8 @@ class Asks:
 
     def _minutes(self, job: Job, attempt: int) -> int:
         needed = UNKNOWN_MINUTES if job.hours is None else START_MINUTES + math.ceil(SAFETY * 60 * job.hours)
-        return min(needed * attempt, math.floor(60 * self._settings.planner.longest_job_hours))
+        limit = 60 * self._settings.planner.longest_job_hours
+        return min(needed * attempt, math.floor(limit if job.stage.rule in TRAININGS else limit / GROUPED))
 
     def _gpus(self, job: Job, attempt: int) -> int:
         uses = self._elsewhere and self._settings.device != "cpu" and job.stage.rule != "import_checkpoint"
