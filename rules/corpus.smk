@@ -2,6 +2,9 @@
 #
 # Inputs:  packages of the Python registry, local files or hub data sets (params: corpus, tokenizer, store)
 # Outputs: results/corpus/store-<key>/store.json, the index over results/corpus/tokens.*-<key>/tokens.bin
+#
+# Reading and tokenising have a job for each file of a source, which goes on inside the file when it was killed. Their
+# memory does not depend on the file's size; their time is that of a 40 GB shard of the Pile.
 
 
 # Compute nodes often have no network.
@@ -41,7 +44,7 @@ rule fetch:
 
 
 rule documents:
-    """Read one source into documents with boundaries, origin and split."""
+    """Read one file of a source, or a source, into documents with boundaries, origin and split."""
     input:
         unpack(upstream("results/corpus/documents.{run}-{key}")),
     output:
@@ -112,7 +115,7 @@ rule tokens:
     threads: THREADS.tokens
     resources:
         mem_mb=4000,
-        runtime=240,
+        runtime=480,
     params:
         stage=record("results/corpus/tokens.{run}-{key}"),
         output=subpath(output.manifest, parent=True),

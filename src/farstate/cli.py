@@ -733,12 +733,16 @@ def register(
     from farstate.params import load
     from farstate.plan import Plan
 
+    def reading(file: Path, number: int, count: int) -> None:
+        if (size := (sources.inputs_root() / file).stat().st_size) >= 1e9:
+            typer.echo(f"reading {file} ({number} of {count}), {size / 1e9:.1f} GB", err=True)
+
     for path in params or [Path("params.yaml")]:
         outside = Plan(load(path)).outside()
         if not outside:
             typer.echo(f"{path}: nothing to register, its sources are pinned packages")
         for item in outside:
-            entry = sources.register(item)
+            entry = sources.register(item, reading=reading)
             files = entry.get("files", [])
             what = [f"revision {entry['revision']}"] if "revision" in entry else []
             if files:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,11 @@ def registered_files(outside: Outside, lock: dict[str, Any]) -> list[str]:
     return [record["path"] for record in entry.get("files", [])]
 
 
-def register(outside: Outside, *, path: Path = LOCK) -> dict[str, Any]:
+def register(outside: Outside, *, path: Path = LOCK, reading: Callable[[Path, int, int], None] | None = None) -> dict[str, Any]:
     """Record what an outside input contains now, and return the entry.
+
+    Args:
+        reading: called with each local file before it is read, its number from 1 on, and how many there are.
 
     Raises:
         FarstateError: nothing is found locally, and the hub cannot be asked.
@@ -97,7 +101,11 @@ def register(outside: Outside, *, path: Path = LOCK) -> dict[str, Any]:
     files = local_files(outside)
     if files:
         dates = {inputs_root() / file: _dated(inputs_root() / file) for file in files}
-        entry: dict[str, Any] = {"files": [_describe(inputs_root() / file) | {"path": file.as_posix()} for file in files]}
+        entry: dict[str, Any] = {"files": []}
+        for number, file in enumerate(files, start=1):
+            if reading:
+                reading(file, number, len(files))
+            entry["files"].append(_describe(inputs_root() / file) | {"path": file.as_posix()})
         _remember(dates, entry["files"])
     elif outside.kind == "files":
         raise FarstateError(f"{outside.where}: no file matches; give an existing path or glob")
