@@ -55,6 +55,7 @@ bench: env
 	python benchmarks/long_evaluation.py
 	python benchmarks/generation.py
 	python benchmarks/dry_run.py
+	python benchmarks/distributed.py
 
 graph: env
 	python docs/draw_rulegraph.py
