@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -204,6 +206,7 @@ def test_published_checkpoints_have_the_sizes_of_their_names() -> None:
     )
 
 
+@cache
 def paper() -> Plan:
     return Plan(params.load(REPOSITORY / "config/paper.yaml"), {})
 
@@ -248,10 +251,14 @@ def test_every_job_with_a_model_has_a_plan(tmp_path: Path) -> None:
     assert {job.model for job in jobs} >= set(plan.params.models)
 
 
+@cache
+def small() -> Plan:
+    return Plan(params.load(REPOSITORY / "config/test.yaml"), {})
+
+
 def asked(what: str, attempt: int, *, elsewhere: bool, **settings: object) -> int:
-    plan = Plan(params.load(REPOSITORY / "config/test.yaml"), {})
-    asks = Asks(plan, Settings.model_validate(settings), elsewhere=elsewhere, root=REPOSITORY)
-    stage = plan.of(rule="posttrain")[0]
+    asks = Asks(small(), Settings.model_validate(settings), elsewhere=elsewhere, root=REPOSITORY)
+    stage = small().of(rule="posttrain")[0]
     return asks.function(what, stage.directory)({}, attempt)
 
 
@@ -365,3 +372,22 @@ def test_the_command_as_json_and_for_a_target() -> None:
     assert plan_command("fig99").stderr.startswith(
         "farstate: 'fig99' is no page, phase or result of these parameters; pages: fig1, "
     )
+
+
+def test_a_lock_holds_every_package_to_a_checksum() -> None:
+    spec = importlib.util.spec_from_file_location("lock", REPOSITORY / "containers/lock.py")
+    assert spec is not None
+    assert spec.loader is not None
+    lock = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lock)
+
+    def item(name: str, **archive: object) -> dict[str, object]:
+        return {
+            "metadata": {"name": name, "version": "1.0"},
+            "download_info": {"url": f"https://index/{name}", "archive_info": archive},
+        }
+
+    found = {"install": [item("Zeta_b", hashes={"sha256": "bb"}), item("alpha", hashes={"sha256": "aa"})]}
+    assert lock.lines(found) == ["alpha==1.0 --hash=sha256:aa", "zeta-b==1.0 --hash=sha256:bb"]
+    with pytest.raises(SystemExit, match=r"alpha==1\.0: the index gives no SHA-256"):
+        lock.lines({"install": [item("alpha")]})

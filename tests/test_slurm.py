@@ -34,7 +34,7 @@ PARAMETERS = {
     "posttrain": {"arms": {"broken": {"initial_state": "random_noise", "sigma": 1.0e38}}},
     "figures": {
         "fig5": {**FIGURE, "arms": ["base", "control", "state_passing"]},
-        "fig4": {**FIGURE, "arms": ["control", "broken"]},
+        "fig4": {**FIGURE, "arms": ["base", "broken"]},
     },
 }
 PATIENCE = 1200.0  # seconds; a bound for machines that do much else
