@@ -126,6 +126,7 @@ def _cases() -> dict[str, Case]:
     cases["fsdp-pretrain"] = functools.partial(pretrain, mode="fsdp")
     cases["ddp-tune"] = tune
     cases["ddp-bf16"] = mixed
+    cases["fsdp-float32"] = functools.partial(posttrain, arm="state_passing", mode="fsdp")
     cases["fsdp-tune"] = functools.partial(tune, mode="fsdp")
     return cases
 
@@ -165,7 +166,7 @@ def run(folder: Path, *cases: str) -> dict[str, Any]:
         path = folder / (root or str(distributed.current().world)) / name
         if given.endswith("!"):
             in_step(5, leave)
-        with in_float64() if name != "ddp-bf16" else nullcontext():
+        with nullcontext() if name.endswith(("-bf16", "-float32")) else in_float64():
             try:
                 facts[given] = CASES[name](folder, path)
             except Left:
