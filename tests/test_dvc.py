@@ -146,10 +146,9 @@ def test_5_another_history_ends_with_the_same_lock_and_an_experiment_with_the_nu
     ours, theirs = tables(clean), tables(colleague)
     assert theirs.items() <= ours.items()
     assert set(theirs) - set(tables(published)), "there are new tables"
-    expected = {name: digest for name, digest in weights(clean, "posttrain").items() if "random_noise" in name}
-    assert expected.items() >= {n: d for n, d in weights(colleague, "posttrain").items() if "random_noise" in n}.items()
+    assert weights(colleague, "posttrain").items() <= weights(clean, "posttrain").items()
 
-    changed = json.loads(run(colleague, "dvc", "metrics", "diff", "HEAD", "--json").stdout)["diff"]
+    changed = json.loads(run(colleague, "dvc", "metrics", "diff", "HEAD", "--json").stdout)
     assert set(changed) == {"summary/metrics/fig5/tiny.random_noise.json"}, "names without keys: one arm's numbers changed"
     assert "excess_nll" in changed["summary/metrics/fig5/tiny.random_noise.json"]
     assert json.loads(run(colleague, "dvc", "params", "diff", "--json").stdout)["params.yaml"] == {
