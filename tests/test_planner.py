@@ -26,6 +26,7 @@ from farstate.keys import Stage
 from farstate.models.language_model import LanguageModel
 from farstate.models.registry import ARCHITECTURES, config_from_json
 from farstate.plan import Plan
+from farstate.planner.activations import HALVED
 from farstate.planner.devices import GPUS, NAMES, device_of
 from farstate.planner.jobs import MEASUREMENTS, TRAININGS, config_of, estimate, estimates
 from farstate.planner.resources import GROUPED, Asks, over_nodes, refuse_what_cannot_fit, torchrun
@@ -249,6 +250,13 @@ def test_every_job_with_a_model_has_a_plan(tmp_path: Path) -> None:
     assert all(job.memory and job.fits and job.parameters for job in jobs)
     assert all(job.hours and job.flops for job in jobs if job.stage.rule in TRAININGS)
     assert {job.model for job in jobs} >= set(plan.params.models)
+
+
+def test_an_architecture_without_formulas_is_planned_as_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(HALVED, "gla")
+    job = estimate(stage_of("gla", SHAPES["gla"], 8, 64), Settings(), GPUS["h100"], Path())
+    assert (job.parameters, job.memory, job.hours, job.fits) == (None, {}, None, True)
+    assert job.tokens == 2 * 8 * 64
 
 
 @cache

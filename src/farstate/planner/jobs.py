@@ -14,7 +14,7 @@ from typing import Any
 from farstate.keys import Stage
 from farstate.models.config import Config
 from farstate.models.registry import config_from_json
-from farstate.planner.activations import forward_bytes, held_bytes, logits_bytes
+from farstate.planner.activations import HALVED, forward_bytes, held_bytes, logits_bytes
 from farstate.planner.devices import Device
 from farstate.planner.work import forward_flops, parameters_of, state_bytes, training_flops
 from farstate.settings import Settings
@@ -67,13 +67,16 @@ class Job:
 
 
 def estimate(stage: Stage, settings: Settings, device: Device, root: Path) -> Job:
-    """The job that makes `stage`, one of RULES, on `device`; `root` holds results that may be there already."""
+    """The job that makes `stage`, one of RULES, on `device`; `root` holds results that may be there already.
+
+    Of an architecture that the planner has no formulas for, as of a checkpoint of unknown sizes, only the tokens are known.
+    """
     config = config_of(stage, root)
     trains = stage.rule in TRAININGS
     # A training may run over several processes; a measurement never does.
     devices = settings.distributed.processes * settings.distributed.nodes if trains else 1
     tokens = _tokens(stage)
-    if config is None:
+    if config is None or config.architecture not in HALVED:
         return Job(stage, model_of(stage), None, tokens, None, {}, devices, None, fits=True)
     memory = _memory(stage, config, settings, device, devices)
     flops = None if tokens is None else tokens * _flops_per_token(stage, config, settings)
