@@ -19,7 +19,7 @@ OFFSETS, LENGTHS, SHARDS = "offsets.bin", "lengths.bin", "shards.bin"
 RAW: dict[str, np.dtype[Any]] = {OFFSETS: np.dtype("<i8"), LENGTHS: np.dtype("<i8"), SHARDS: np.dtype("<i4")}
 """The columns of a store's index that readers need for every batch, as raw files in the order of index.parquet."""
 
-_SCANNED_AT_ONCE = 1 << 20
+_SCANNED_AT_ONCE = 1 << 17
 _BLOCK = 512
 _LOCATED_AT_ONCE = 1024
 
