@@ -57,7 +57,7 @@ def size(directory: Path) -> int:
 
 def note(directory: Path) -> None:
     """Remember a result that was just written: its checksums are those of its manifest."""
-    if os.environ.get("RANK", "0") != "0":  # of several processes of one training the first writes
+    if os.environ.get("RANK", "0") != "0" or not (directory / MANIFEST).exists():  # of several processes the first writes
         return
     manifest = read_manifest(directory)
     _remember(directory, {name: _mark(directory / name, record) for name, record in manifest["files"].items()})

@@ -17,17 +17,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from farstate.errors import FarstateError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Mode = Literal["ddp", "fsdp"]
 T = TypeVar("T")
@@ -217,6 +217,9 @@ def shared_out(module: nn.Module, blocks: list[nn.Module], mode: Mode, processes
         return module
     if mode == "ddp":
         return DistributedDataParallel(module, gradient_as_bucket_view=True)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh(device.type, (processes.world,))
     for block in blocks:
         fully_shard(block, mesh=mesh)
@@ -234,11 +237,18 @@ def accumulating(module: nn.Module, last: bool) -> AbstractContextManager[object
 
 def whole(tensor: Tensor) -> Tensor:
     """The tensor that is shared out, on every process; any other is returned as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if _is_shared_out(tensor) else tensor
 
 
 def placed_like(value: Tensor, like: Tensor) -> Tensor:
     """A whole tensor, equal on all processes, shared out as `like` is."""
-    if not isinstance(like, DTensor):
+    if not _is_shared_out(like):
         return value
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _is_shared_out(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor; that library takes seconds to load, and a process that is alone has no use for it."""
+    return hasattr(tensor, "full_tensor")
