@@ -100,7 +100,7 @@ def test_summary(tmp_path: Path) -> None:
     test = summary["splits"]["test"]
     assert (test["documents"], test["tokens"], test["bytes"]) == (5, 1500, 4500)
     assert test["lengths"] == {"64": 1, "128": 1, "256": 3}
-    assert test["pile_set_names"] == {"set 0": {"documents": 5, "tokens": 1500}}
+    assert test["pile_set_names"] == {"set 0": {"documents": 5, "tokens": 1500, "bytes": 4500}}
     assert read_manifest(tmp_path / "store", verify=True)["splits"]["train"]["documents"] == 40
     shutil.move(tmp_path / "deep", tmp_path / "elsewhere")
     with pytest.raises(FarstateError, match=r"deep/s: no manifest\.json"):

@@ -186,9 +186,11 @@ class _Summary:
         self.tokens += pc.sum(part["length"]).as_py() or 0
         self.bytes += pc.sum(part["bytes"]).as_py() or 0
         self._lengths.update(length_buckets(part["length"].to_numpy()))
-        for row in part.group_by("pile_set_name").aggregate([("length", "sum"), ("length", "count")]).to_pylist():
+        for row in (
+            part.group_by("pile_set_name").aggregate([("length", "sum"), ("length", "count"), ("bytes", "sum")]).to_pylist()
+        ):
             if row["pile_set_name"] is not None:
-                counts = {"documents": row["length_count"], "tokens": row["length_sum"]}
+                counts = {"documents": row["length_count"], "tokens": row["length_sum"], "bytes": row["bytes_sum"]}
                 self._sets.setdefault(row["pile_set_name"], Counter()).update(counts)
 
     def as_json(self) -> dict[str, Any]:
