@@ -29,9 +29,7 @@ wildcard_constraints:
     figure=PAGE_NAME,
 
 
-TARGETS = (
-    sorted(map(str, workflow.dag_settings.targets)) if workflow.dag_settings else []
-)
+TARGETS = farstate_workflow.targets_of(sys.argv)
 
 try:
     OPENED = farstate_workflow.open_plan(
@@ -122,7 +120,6 @@ def refuse_incomplete():
     left_out = workflow.dag_settings.until or workflow.dag_settings.omit_from
     if workflow.is_main_process and not left_out:
         try:
-            # Known now, and not yet when the rules are read.
             asked = sorted(map(str, workflow.dag_settings.targets))
             PLAN.refuse_incomplete(Path.cwd(), asked)
         except FarstateError as error:

@@ -19,7 +19,7 @@ from farstate.grid import snapshot_file, snapshot_tokens
 from farstate.keys import Stage
 from farstate.params import flatten, merge, read_yaml, validate
 from farstate.plan import MEASURES, PAGE_FILES, PHASES, Page, Plan
-from farstate.workflow import command_of, runs_elsewhere
+from farstate.workflow import command_of, runs_elsewhere, targets_of
 from test_params import put
 
 
@@ -392,6 +392,15 @@ def test_what_snakemake_was_called_for() -> None:
     assert runs_elsewhere(["snakemake", "--executor", "slurm"], {})
     assert runs_elsewhere(["snakemake", "--profile", str(REPOSITORY / "slurm")], {})
     assert runs_elsewhere(["snakemake"], {"SNAKEMAKE_PROFILE": str(REPOSITORY / "slurm")})
+
+
+def test_what_snakemake_was_asked_for() -> None:
+    assert targets_of(["snakemake", "-n", "--config", 'evaluate={"length": 8}', "recompute=true"]) == []
+    assert targets_of(["snakemake", "reports/fig5.html", "corpus", "--configfile", "config/paper.yaml"]) == [
+        "corpus",
+        "reports/fig5.html",
+    ]
+    assert targets_of(["snakemake", "--profile", "slurm", "--slurm-logdir", "logs", "corpus", "-j", "3"]) == ["corpus"]
 
 
 def test_an_unfinished_superseded_result_stays_away(tmp_path: Path, data: dict[str, Any], lock: dict[str, Any]) -> None:

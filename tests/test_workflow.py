@@ -165,6 +165,9 @@ def test_10_recorded_but_absent_results_are_never_recomputed_silently(clone_with
     assert re.search(
         r"recorded in dvc\.lock but absent here; run `dvc pull results/corpus results/pretrain results/posttrain`", done.stdout
     )
+    assert planned(clone, "evaluated") == {"evaluated": 1}, "nothing absent is needed for what was asked for"
+    done = run(clone, "snakemake", "-n", "corpus", check=False)
+    assert "run `dvc pull results/corpus`, or add" in done.stdout, "only what was asked for"
     plan = planned(clone, "--config", 'evaluate={"length": 128}', "recompute=true")
     assert plan["pretrain"] == 1
     assert plan["perplexity"] == 6

@@ -33,7 +33,6 @@ class Opened:
 
     plan: Plan
     settings: Settings
-    targets: list[str]
 
 
 def open_plan(
@@ -82,7 +81,7 @@ def open_plan(
     beside = str(Path(sys.executable).parent)
     if beside not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = beside + os.pathsep + os.environ.get("PATH", "")
-    return Opened(plan, settings, targets)
+    return Opened(plan, settings)
 
 
 def command_of(arguments: list[str]) -> str:
@@ -92,6 +91,16 @@ def command_of(arguments: list[str]) -> str:
         return "look"
     dry = any(re.fullmatch(r"-[a-zA-Z]*n[a-zA-Z]*|--dry-?run", argument) for argument in arguments[1:])
     return "dry run" if dry else "run"
+
+
+def targets_of(arguments: list[str]) -> list[str]:
+    """The rules and files that Snakemake was called for, read as it reads its command line; none: every page.
+
+    It knows them itself only after the rules are read.
+    """
+    from snakemake.cli import get_argument_parser
+
+    return sorted(map(str, get_argument_parser().parse_known_args(arguments[1:])[0].targets))
 
 
 def runs_elsewhere(arguments: list[str], environment: Mapping[str, str]) -> bool:
