@@ -59,7 +59,9 @@ class Planner(_Strict):
     rate: Annotated[float, Field(gt=0)] | None = Field(
         None, description="FLOP/s that one device reaches in training; null: 30 % of its peak [assumed]"
     )
-    memory_gb: Annotated[float, Field(gt=0)] | None = Field(None, description="memory of one device in GB; null: that of its name")
+    memory_gb: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="memory of one device in GB; null: that of its name"
+    )
     longest_job_hours: Annotated[float, Field(gt=0)] = Field(
         24.0, description="the cluster's time limit: no job asks for more; a training that needs more goes on in its retries"
     )
