@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from conftest import environment, make_clone, run
+from conftest import REPOSITORY, environment, make_clone, run
 from farstate.files import sha256_file
 
 TRAINING = ("pretrain", "posttrain", "tune")
@@ -147,7 +147,7 @@ def main() -> None:
     print(f"seed {given.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="farstate-faults-") as folder:
         clone = make_clone(Path(folder) / "clone")
-        shutil.copy(clone / given.config, clone / "params.yaml")
+        shutil.copy(REPOSITORY / given.config, clone / "params.yaml")
         often(clone)
         pristine = shutil.copytree(clone, Path(folder) / "pristine")
         began = time.monotonic()
