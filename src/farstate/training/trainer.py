@@ -51,6 +51,7 @@ from farstate.training.checkpoints import (
     write_checkpoint,
 )
 from farstate.training.distributed import ALONE, Processes
+from farstate.training.division import rows_of_batch
 from farstate.training.progress import Progress, notice
 from farstate.training.recipe import build_optimizer, clip_gradients, learning_rate, precision_context
 from farstate.training.records import Ages, Metrics
@@ -311,32 +312,12 @@ class _Division:
 
 def _divided(recipe: params.Recipe, context: int, settings: RunSettings, arm: params.Arm | None = None) -> _Division:
     processes, split = distributed.current(), settings.split_micro_batches
-    part = context * recipe.micro_batches
-    if recipe.batch_tokens % part:
-        raise FarstateError(f"recipe.batch_tokens: {recipe.batch_tokens} is not a multiple of context × micro_batches = {part}")
-    rows = recipe.batch_tokens // context
-    whole = rows // recipe.micro_batches
     passes = isinstance(arm, params.StatePassing) and arm.previous == "micro_batch"
-    if passes and split > 1:
-        raise FarstateError(
-            f"settings.split_micro_batches: {split}, but with `previous: micro_batch` states pass from micro-batch to micro-batch, and a "
-            "smaller one is another experiment: set it to 1 for this run"
-        )
-    if whole % processes.world:
-        raise FarstateError(
-            f"a micro-batch of {whole} rows (recipe.batch_tokens / context / recipe.micro_batches) cannot be shared by {processes.world} "
-            f"processes; start {_divisors(whole)} of them (settings.distributed.processes × nodes)"
-        )
-    if whole // processes.world % split:
-        raise FarstateError(
-            f"settings.split_micro_batches: {split} does not divide the {whole // processes.world} rows that a process has of a micro-batch; "
-            f"allowed: {_divisors(whole // processes.world)}"
-        )
+    rows = rows_of_batch(
+        batch_tokens=recipe.batch_tokens, micro_batches=recipe.micro_batches, context=context, split=split,
+        processes=processes.world, passes=passes,
+    )  # fmt: skip
     return _Division(rows, recipe.micro_batches, split, passes, processes)
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 @dataclass(frozen=True)
