@@ -9,6 +9,7 @@ from farstate.errors import FarstateError
 from farstate.plan import PAGE_NAME
 from farstate.planner.resources import (
     Asks,
+    jobs_together,
     over_nodes,
     refuse_what_cannot_fit,
     torchrun,
@@ -51,6 +52,10 @@ ASKS = Asks(
     # A cluster's job is a process of its own; it sees the allocation that it asked for.
     elsewhere=ELSEWHERE or not workflow.is_main_process,
     root=Path.cwd(),
+    together=jobs_together(
+        workflow.group_settings.overwrite_groups,
+        workflow.group_settings.group_components,
+    ),
 )
 
 # A training is one process, or started by torchrun as one a GPU (config/settings.yaml, distributed:).

@@ -936,12 +936,15 @@ def plan(
     memory: Annotated[
         float | None, typer.Option(help="memory of one device in GB; default: config/settings.yaml", show_default=False)
     ] = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="plan for the device that jobs of a cluster are planned for, not for this machine")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print every job as one JSON object")] = False,
 ) -> None:
     """Say what each job costs before it runs: parameters, tokens, operations, memory of a device, hours; exit 1 if one cannot fit."""
     from farstate.planner.command import plan_command
 
-    plan_command(targets or [], configfile or [], device_rate, memory, as_json)
+    plan_command(targets or [], configfile or [], device_rate, memory, as_json, cluster)
 
 
 @app.command()

@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,25 +98,32 @@ def targets_of(arguments: list[str]) -> list[str]:
 
     It knows them itself only after the rules are read.
     """
-    from snakemake.cli import get_argument_parser
-
-    return sorted(map(str, get_argument_parser().parse_known_args(arguments[1:])[0].targets))
+    return sorted(map(str, _parser().parse_known_args(arguments[1:])[0].targets))
 
 
 def runs_elsewhere(arguments: list[str], environment: Mapping[str, str]) -> bool:
-    """Whether jobs are sent to a cluster: an executor other than the local ones, on the command line or in a profile."""
-    executor, profiles = None, [environment.get("SNAKEMAKE_PROFILE", "")]
-    for flag, value in pairwise([*arguments, ""]):
-        name, _, inline = flag.partition("=")
-        if name in ("--executor", "-e"):
-            executor = inline or value
-        if name == "--profile":
-            profiles.append(inline or value)
-    for profile in filter(None, profiles):
-        path = Path(profile) / "config.yaml"
-        if path.exists():
-            executor = executor or read_yaml(path).get("executor")
-    return executor not in (None, "local", "dryrun", "touch")
+    """Whether jobs are sent to a cluster: an executor other than the local ones, on the command line or in a profile.
+
+    A profile is given by `--profile`, SNAKEMAKE_PROFILE or `--workflow-profile`; the last goes before the others.
+    """
+    from snakemake.cli import get_profile_dir
+
+    told = _parser().parse_known_args(arguments[1:], env_vars=dict(environment))[0]
+    own = [str(told.workflow_profile), f"profiles/{told.workflow_profile}"] if told.workflow_profile else []
+    found = [
+        next((at for name in own if (at := get_profile_dir(name))), None),
+        *map(get_profile_dir, reversed(told.profile or [])),
+    ]
+    executors = [told.executor, *(read_yaml(at[1]).get("executor") for at in found if at is not None)]
+    return next((executor for executor in executors if executor), None) not in (None, "local", "dryrun", "touch")
+
+
+@cache
+def _parser() -> Any:
+    """Snakemake's own; building it takes a quarter of a second."""
+    from snakemake.cli import get_argument_parser
+
+    return get_argument_parser()
 
 
 def _only_main_process(root: Path) -> None:

@@ -23,12 +23,14 @@ class Device:
         memory: bytes that one process may use.
         peak: FLOP/s of matrix products in bfloat16 and in float32, by precision; as the vendor states them, without sparsity.
         rate: FLOP/s reached, whatever the precision; None: UTILISATION · peak.
+        why: what made it the device that is planned for.
     """
 
     name: str
     memory: float
     peak: Mapping[str, float]
     rate: float | None = None
+    why: str = ""
 
     @property
     def is_gpu(self) -> bool:
@@ -60,30 +62,48 @@ NAMES = ("auto", "cpu", *GPUS)
 
 
 def device_of(settings: Settings, *, elsewhere: bool, threads: int = 1) -> Device:
-    """The device that `settings.planner` describes.
+    """The device that `settings.device` and `settings.planner` describe.
 
     Args:
         elsewhere: whether jobs run on a cluster: then `auto` is a GPU unless `settings.device` says cpu.
         threads: CPU threads of a process, where the device is the CPU.
 
     Raises:
-        FarstateError: a name that is not in the list.
+        FarstateError: a name that is not in the list, or one that contradicts `settings.device`.
     """
     planner = settings.planner
-    name = planner.device
-    if name == "auto":
-        gpu = settings.device == "cuda" or (settings.device == "auto" and (elsewhere or _has_gpu()))
-        name = AUTOMATIC_GPU if gpu else "cpu"
+    name, why = _named(settings, elsewhere)
     if name == "cpu":
         rate = threads * CPU_RATE
         device = Device("cpu", _memory_of_this_machine(), {"bf16-mixed": rate, "float32": rate}, rate)
-    elif name in GPUS:
-        device = GPUS[name]
     else:
-        raise FarstateError(f"settings: planner.device: unknown device '{name}'{nearest(name, NAMES)}; known: {', '.join(NAMES)}")
+        device = GPUS[name]
+    device = replace(device, why=why)
     if planner.memory_gb is not None:
         device = replace(device, memory=planner.memory_gb * 1e9)
     return device if planner.rate is None else replace(device, rate=planner.rate)
+
+
+def _named(settings: Settings, elsewhere: bool) -> tuple[str, str]:
+    """The device's name, and why it is that one."""
+    name, computes = settings.planner.device, settings.device
+    if name not in NAMES:
+        raise FarstateError(f"settings: planner.device: unknown device '{name}'{nearest(name, NAMES)}; known: {', '.join(NAMES)}")
+    if computes == "cpu" and name in GPUS:
+        raise FarstateError(f"settings: planner.device: {name}, but with device: cpu no job uses a GPU; set one of them to auto")
+    if computes == "cuda" and name == "cpu":
+        raise FarstateError("settings: planner.device: cpu, but with device: cuda every job needs a GPU; set one of them to auto")
+    if computes == "cpu":
+        return "cpu", "device: cpu"
+    if name != "auto":
+        return name, f"planner.device: {name}"
+    if computes == "cuda":
+        return AUTOMATIC_GPU, "device: cuda, planner.device: auto"
+    if elsewhere:
+        return AUTOMATIC_GPU, "as the jobs of a cluster, planner.device: auto"
+    if _has_gpu():
+        return AUTOMATIC_GPU, "this machine has a GPU, planner.device: auto"
+    return "cpu", "this machine has no GPU; --cluster plans as the jobs of a cluster do"
 
 
 def _has_gpu() -> bool:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from farstate.errors import FarstateError
 from farstate.keys import Stage
 from farstate.models.config import Config
 from farstate.models.registry import config_from_json
@@ -18,9 +19,15 @@ from farstate.planner.activations import HALVED, forward_bytes, held_bytes, logi
 from farstate.planner.devices import Device
 from farstate.planner.work import forward_flops, parameters_of, state_bytes, training_flops
 from farstate.settings import Settings
+from farstate.training.division import allowed_splits, rows_of_batch
 
 TRAININGS = ("pretrain", "posttrain", "tune")
 MEASUREMENTS = ("perplexity", "remembrance", "states", "shift", "task")
+LARGER = {
+    True: "take a larger device, or more processes with distributed: {mode: fsdp} in config/settings.yaml",
+    False: "lower evaluation_segment in config/settings.yaml, or take a larger device",
+}
+"""What is left to a training, and to a measurement, where no setting below makes it fit."""
 RULES = (*TRAININGS, "import_checkpoint", *MEASUREMENTS)
 """Rules whose jobs hold a model."""
 
@@ -47,6 +54,7 @@ class Job:
         devices: over which it runs.
         hours: on these devices at the device's rate.
         advice: what would make it fit, where it does not.
+        refused: the line with which the trainer would refuse to divide its batches; empty where it would not.
     """
 
     stage: Stage
@@ -59,6 +67,7 @@ class Job:
     hours: float | None
     fits: bool
     advice: str = ""
+    refused: str = ""
 
     @property
     def bytes(self) -> float:
@@ -75,13 +84,14 @@ def estimate(stage: Stage, settings: Settings, device: Device, root: Path) -> Jo
     trains = stage.rule in TRAININGS
     # A training may run over several processes; a measurement never does.
     devices = settings.distributed.processes * settings.distributed.nodes if trains else 1
-    tokens = _tokens(stage)
+    tokens, refused = _tokens(stage), _refused(stage, settings, devices)
     if config is None or config.architecture not in HALVED:
-        return Job(stage, model_of(stage), None, tokens, None, {}, devices, None, fits=True)
+        return Job(stage, model_of(stage), None, tokens, None, {}, devices, None, fits=True, refused=refused)
     memory = _memory(stage, config, settings, device, devices)
     flops = None if tokens is None else tokens * _flops_per_token(stage, config, settings)
     hours = None if flops is None else flops / (device.reached(_precision(stage)) * devices) / 3600
     fits = sum(memory.values()) <= device.memory
+    said = "" if fits else remedy([stage], settings, device, root, splits_of([stage], settings))
     return Job(
         stage,
         model_of(stage),
@@ -92,7 +102,8 @@ def estimate(stage: Stage, settings: Settings, device: Device, root: Path) -> Jo
         devices,
         hours,
         fits,
-        "" if fits else _advice(stage, config, settings, device, devices),
+        "" if fits else f"it fits with {said} in config/settings.yaml" if said else LARGER[trains],
+        refused,
     )
 
 
@@ -249,25 +260,58 @@ def _states(stage: Stage, rows: int, devices: int) -> float:
     return 2 * rows
 
 
-def _advice(stage: Stage, config: Config, settings: Settings, device: Device, devices: int) -> str:
-    """What would make a job fit, the first of these that does; numbers stay the same to float32 tolerance."""
+def division_of(stage: Stage) -> dict[str, Any]:
+    """What `farstate.training.division` asks about the batches of a training."""
+    recipe = _recipe(stage)
+    passes = (stage.params.get("arm") or {}).get("previous") == "micro_batch"
+    given = {"batch_tokens": recipe["batch_tokens"], "micro_batches": recipe["micro_batches"]}
+    return {**given, "context": stage.params["context"], "passes": passes}
+
+
+def _refused(stage: Stage, settings: Settings, devices: int) -> str:
     if not _trains(stage):
-        rows = settings.evaluation_rows
-        return f"lower evaluation_rows (now {rows}) or evaluation_segment in config/settings.yaml, or take a larger device"
-    mixed = (stage.params.get("arm") or {}).get("previous") == "micro_batch"
-    changes: list[dict[str, Any]] = []
-    if not mixed:
-        most = max(1, _rows(stage, settings, devices))
-        changes += [{"split_micro_batches": settings.split_micro_batches * 2**n} for n in range(1, most.bit_length() + 1)]
-    checkpointed = {"distributed": {**settings.distributed.model_dump(), "activation_checkpointing": True}}
-    changes += [checkpointed, *({**checkpointed, **change} for change in changes)]
+        return ""
+    try:
+        rows_of_batch(**division_of(stage), split=settings.split_micro_batches, processes=devices)
+    except FarstateError as error:
+        return str(error)
+    return ""
+
+
+def splits_of(stages: Iterable[Stage], settings: Settings) -> list[int]:
+    """Values of `split_micro_batches` that all trainings among `stages` allow, ascending; without a training, the present one."""
+    devices = settings.distributed.processes * settings.distributed.nodes
+    allowed = [set(allowed_splits(**division_of(stage), processes=devices)) for stage in stages if _trains(stage)]
+    return sorted(set.intersection(*allowed)) if allowed else [settings.split_micro_batches]
+
+
+def remedy(stages: list[Stage], settings: Settings, device: Device, root: Path, splits: list[int]) -> str:
+    """Settings with which each of `stages`, all trainings or all measurements, fits: the least change that does; empty if none.
+
+    Numbers stay the same to float32 tolerance.
+
+    Args:
+        stages: of known sizes.
+        splits: values of `split_micro_batches` to choose from.
+    """
+    if not _trains(stages[0]):
+        halves = [settings.evaluation_rows >> n for n in range(1, settings.evaluation_rows.bit_length())]
+        changes: list[dict[str, Any]] = [{"evaluation_rows": rows} for rows in halves]
+    else:
+        parts = [{"split_micro_batches": split} for split in splits if split > settings.split_micro_batches]
+        checkpointed = {"distributed": {**settings.distributed.model_dump(), "activation_checkpointing": True}}
+        changes = [*parts, checkpointed, *({**checkpointed, **part} for part in parts)]
     for change in changes:
         changed = type(settings).model_validate({**settings.model_dump(), **change})
-        if sum(_memory(stage, config, changed, device, devices).values()) <= device.memory:
-            said = []
-            if "split_micro_batches" in change:
-                said.append(f"split_micro_batches: {change['split_micro_batches']}")
-            if "distributed" in change:
-                said.append("distributed: {activation_checkpointing: true}")
-            return f"it fits with {' and '.join(said)} in config/settings.yaml"
-    return "take a larger device, or more processes with distributed: {mode: fsdp} in config/settings.yaml"
+        if all(_needed(stage, changed, device, root) <= device.memory for stage in stages):
+            said = [f"{name}: {value}" for name, value in change.items() if name != "distributed"]
+            return " and ".join([*said, *["distributed: {activation_checkpointing: true}"] * ("distributed" in change)])
+    return ""
+
+
+def _needed(stage: Stage, settings: Settings, device: Device, root: Path) -> float:
+    """Bytes on one device."""
+    config = config_of(stage, root)
+    assert config is not None
+    devices = settings.distributed.processes * settings.distributed.nodes if _trains(stage) else 1
+    return sum(_memory(stage, config, settings, device, devices).values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 from farstate.errors import FarstateError
 from farstate.plan import Plan
 from farstate.planner.devices import Device, device_of
-from farstate.planner.jobs import TRAININGS, Job, estimate
+from farstate.planner.jobs import TRAININGS, Job, estimate, estimates
+from farstate.planner.refusal import refusal
 from farstate.settings import Distributed, Settings
 
 SAFETY = 1.5
@@ -24,8 +25,8 @@ START_MINUTES = 20
 """Start of Python, reading and writing results."""
 UNKNOWN_MB, UNKNOWN_MINUTES = 16_000, 120
 """Where sizes or texts are not known before the job runs."""
-GROUPED = 4
-"""Measurements that the cluster's profile puts into one job: together they stay within its time limit."""
+MOST = 3
+"""Times the memory of the first attempt that a later one asks for at the most: with many retries no node would have it."""
 
 
 class Asks:
@@ -34,13 +35,17 @@ class Asks:
     Args:
         elsewhere: whether jobs are sent to a cluster; only then they ask for GPUs.
         root: of the results that may be there already.
+        together: by rule, how many of its jobs the profile puts into one: they stay within the time limit together.
     """
 
-    def __init__(self, plan: Plan, settings: Settings, *, elsewhere: bool, root: Path) -> None:
+    def __init__(
+        self, plan: Plan, settings: Settings, *, elsewhere: bool, root: Path, together: Mapping[str, int] | None = None
+    ) -> None:
         self._plan = plan
         self._settings = settings
         self._elsewhere = elsewhere
         self._root = root
+        self._together = together or {}
         self._job = cache(self._estimate)
 
     def function(self, what: str, pattern: str) -> Callable[..., int]:
@@ -74,35 +79,35 @@ class Asks:
             needed = processes * GPU_PROCESS_MB + SAFETY * 16 * job.parameters / 1e6
         else:
             needed = processes * (PROCESS_MB + SAFETY * job.bytes / 1e6)
-        return math.ceil(needed / 100) * 100 * attempt
+        return math.ceil(needed / 100) * 100 * min(attempt, MOST)
 
     def _minutes(self, job: Job, attempt: int) -> int:
         needed = UNKNOWN_MINUTES if job.hours is None else START_MINUTES + math.ceil(SAFETY * 60 * job.hours)
         limit = 60 * self._settings.planner.longest_job_hours
-        return min(needed * attempt, math.floor(limit if job.stage.rule in TRAININGS else limit / GROUPED))
+        return min(needed * attempt, max(1, math.floor(limit / self._together.get(job.stage.rule, 1))))
 
     def _gpus(self, job: Job, attempt: int) -> int:
-        uses = self._elsewhere and self._settings.device != "cpu" and job.stage.rule != "import_checkpoint"
+        uses = self._elsewhere and job.stage.rule != "import_checkpoint" and self._device(job.stage.rule).is_gpu
         return job.devices if uses else 0
 
 
+def jobs_together(groups: Mapping[str, str], components: Mapping[str, int]) -> dict[str, int]:
+    """By rule, how many of its jobs Snakemake puts into one: from its `groups` (rule: group) and `group-components` (group: number)."""
+    return {rule: components.get(group, 1) for rule, group in groups.items()}
+
+
 def refuse_what_cannot_fit(plan: Plan, settings: Settings, root: Path, targets: list[str]) -> None:
-    """Stop before a job is submitted that the planned device cannot hold.
+    """Stop before a job is submitted that the planned device cannot hold, or whose batches the trainer cannot divide.
 
     Raises:
-        FarstateError: naming the first such job, what it needs, and what would make it fit.
+        FarstateError: naming such a job, what it needs, and what would help all of them.
     """
     device = device_of(settings, elsewhere=True)
-    for directory in sorted(plan.wanted(root, targets, absent=True)):
-        stage = plan.at(directory)
-        if stage.rule not in TRAININGS:
-            continue
-        job = estimate(stage, settings, device, root)
-        if not job.fits:
-            raise FarstateError(
-                f"{stage.rule} {stage.name}: needs {job.bytes / 1e9:.1f} GB on a device, {device.name} has {device.memory / 1e9:.0f} GB; "
-                f"{job.advice}; if your devices are others, say so there (planner:); `farstate plan` shows all jobs"
-            )
+    jobs = estimates(map(plan.at, sorted(plan.wanted(root, targets, absent=True))), settings, device, root)
+    if said := refusal(jobs, settings, device, root):
+        raise FarstateError(
+            f"{said}; if your devices are others, say so there (planner:); `farstate plan --cluster` shows all jobs"
+        )
 
 
 def torchrun(distributed: Distributed, threads: int) -> str:

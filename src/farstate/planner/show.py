@@ -25,7 +25,12 @@ _PARTS = {
 def as_json(jobs: list[Job], device: Device, waiting: set[str]) -> dict[str, Any]:
     """Every job, bytes and FLOP unrounded; `waiting` are the directories still to be made."""
     return {
-        "device": {"name": device.name, "memory_bytes": device.memory, "flops_per_second": dict(_rates(device))},
+        "device": {
+            "name": device.name,
+            "why": device.why,
+            "memory_bytes": device.memory,
+            "flops_per_second": dict(_rates(device)),
+        },
         "jobs": [
             {
                 "rule": job.stage.rule,
@@ -40,6 +45,7 @@ def as_json(jobs: list[Job], device: Device, waiting: set[str]) -> dict[str, Any
                 "hours": job.hours,
                 "fits": job.fits,
                 "advice": job.advice,
+                "refused": job.refused,
             }
             for job in jobs
         ],
@@ -50,7 +56,7 @@ def show(jobs: list[Job], device: Device, waiting: set[str], others: int) -> Non
     """Print the table: a line a rule and model, the largest of its jobs, and the totals of those still to be made."""
     console = Console(highlight=False)
     rates = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {precision}" for precision, rate in _rates(device))
-    console.print(f"Planned for {device.name}: {device.memory / 1e9:.0f} GB, {rates}")
+    console.print(f"Planned for {device.name} ({device.why}): {device.memory / 1e9:.0f} GB, {rates}", soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in (
         "rule",
@@ -82,7 +88,11 @@ def show(jobs: list[Job], device: Device, waiting: set[str], others: int) -> Non
             *(f"{first.memory[part] / 1e9:.2f}" if part in first.memory else "" for part in _PARTS),
             f"{first.bytes / 1e9:.2f}" if first.memory else "?",
             _hours(max((job.hours for job in group if job.hours is not None), default=None)),
-            "" if all(job.fits for job in group) else "does not fit",
+            "does not fit"
+            if not all(job.fits for job in group)
+            else "cannot be divided"
+            if any(job.refused for job in group)
+            else "",
         )
     console.width = max(console.width, console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum)
     console.print(table)  # a narrow terminal wraps its lines; nothing is left out
