@@ -210,7 +210,7 @@ def test_the_arm_s_record_is_handed_on(trained: Path, held_out: Path, here: Path
             FarstateError, match=r"--arm-record: .*other.json is the record of .*, the checkpoint .* leave it out"
         ):
             called("shift", trained, "--corpus", held_out, "--arm-record", here / "other.json")
-    (here / "bare/manifest.json").write_text(json.dumps(record | {"rule": "pretrain"}))
+    write_manifest(here / "bare", {**record, "rule": "pretrain"}, ["model.safetensors"])
     with pytest.raises(FarstateError, match=r"--arm-record: .* was trained from zero states"):
         called("shift", here / "bare", "--corpus", held_out, "--arm-record", trained / "manifest.json")
     assert len(seen) == 3

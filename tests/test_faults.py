@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import random
 import shutil
@@ -176,6 +177,58 @@ def test_only_what_may_have_changed_is_read_again(tmp_path: Path, monkeypatch: p
         integrity.hold(result, always=True)
     integrity.remove(result)
     assert not result.exists()
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
+    result = tmp_path / "results/evaluate/a-00000000"
+    result.mkdir(parents=True)
+    (result / "table").write_bytes(b"numbers")
+    write_manifest(result, {"params": {"steps": 3, "lengths": {8: 0.5, 16: None}}, "stage": "é"}, ["table"])
+    whole = (result / "manifest.json").read_bytes()
+    renamed = 0
+    for place in range(len(whole)):
+        for bit in range(8):
+            spoilt = whole[:place] + bytes([whole[place] ^ (1 << bit)]) + whole[place + 1 :]
+            (result / "manifest.json").write_bytes(spoilt)
+            if not integrity.damaged(result):
+                found = json.loads(spoilt)
+                renamed += found != json.loads(whole)
+                assert {key: found[key] for key in ("params", "stage", "files")} == {
+                    key: value for key, value in json.loads(whole).items() if key in ("params", "stage", "files")
+                }
+    assert renamed <= 8 * len("manifest_sha256"), "only a checksum under another name is taken for a manifest that never had one"
+    for content in ("{}", "[]", '{"files": {}}', '{"files": {"table": {"bytes": 7}}}', "3"):
+        (result / "manifest.json").write_text(content)
+        assert len(integrity.damaged(result)) == 1
+
+
+def test_verify_removes_nothing_but_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept = [Path("results/evaluate/a-00000000"), Path("results/posttrain/unfinished-00000000"), Path("elsewhere/b-00000000")]
+    for folder in (*kept, Path("results/evaluate/bad-00000001"), Path(".superseded/posttrain/bad-00000002")):
+        folder.mkdir(parents=True)
+        (folder / "table").write_bytes(b"numbers")
+        if "unfinished" not in folder.name:
+            write_manifest(folder, {}, ["table"])
+        if "bad" in folder.name:
+            flip(folder / "table")
+    Path("results/corpus").mkdir()
+    Path("results/corpus/link-00000003").symlink_to(tmp_path / "elsewhere/b-00000000")
+
+    def verify(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["farstate", "verify", *arguments], capture_output=True, text=True, env=environment(REPOSITORY))
+
+    for folder in ("elsewhere", "elsewhere/b-00000000", "results/posttrain", "results/nothing", "/", "..", "results/corpus"):
+        done = verify("--remove", folder)
+        assert done.returncode == 1
+        assert "neither a finished result of this folder nor a folder that holds some" in done.stderr
+    assert verify("results/evaluate").returncode == 1
+    done = verify("--remove", "results/evaluate")
+    assert done.stdout.splitlines()[-1] == "2 results read, 1 damaged"
+    done = verify("--remove")
+    assert "removed .superseded/posttrain/bad-00000002" in done.stdout
+    assert all((folder / "table").exists() for folder in kept)
+    assert sorted(path.name for path in tmp_path.rglob("bad-*")) == []
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])

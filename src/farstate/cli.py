@@ -44,11 +44,19 @@ _SHARED = ("pretrain", "posttrain", "tune")
 def _run_shared(record: Path, output: Path | None, rule: str, work: Callable[[Stage], dict[str, Any]]) -> None:
     from farstate.training.distributed import launched
 
-    with launched():
-        _run(record, output, rule, work)
+    held: list[Stage] = []
+    with launched(lambda: held.append(Stage(record, output, rule))):
+        _run(record, output, rule, work, held[0] if held else None)
 
 
-def _run(record: Path, output: Path | None, rule: str, work: Callable[[Stage], dict[str, Any] | None]) -> None:
+def _run(
+    record: Path,
+    output: Path | None,
+    rule: str,
+    work: Callable[[Stage], dict[str, Any] | None],
+    held: Stage | None = None,
+) -> None:
+    """Do a stage's work, and write down how; `held`: the stage, where its inputs were checked already."""
     from farstate import integrity
     from farstate.ops import backends
     from farstate.provenance import write_provenance
@@ -58,7 +66,7 @@ def _run(record: Path, output: Path | None, rule: str, work: Callable[[Stage], d
             f"{rule}: is computed by one process, torchrun started {os.environ['WORLD_SIZE']}; call farstate itself"
         )
     started = time.time()
-    stage = Stage(record, output, rule)
+    stage = held or Stage(record, output, rule)
     with backends.use(stage.settings.backend) as operations:
         facts = work(stage)
     if os.environ.get("RANK", "0") != "0":
@@ -801,22 +809,25 @@ def supersede(
 @app.command()
 def verify(
     results: Annotated[
-        list[Path] | None, typer.Argument(help="result folders; default: every finished one in results/", show_default=False)
+        list[Path] | None,
+        typer.Argument(help="results, or folders of a phase; default: every finished result here", show_default=False),
     ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="delete what is damaged, so that the next run makes it again")] = False,
 ) -> None:
-    """Read every byte of finished results and hold it against the checksums that were written with them."""
+    """Read every byte of finished results and hold it against the checksums that were written with them.
+
+    Superseded results are read too, since they come back when their parameters do.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from farstate import integrity
-    from farstate.files import MANIFEST, only_one
+    from farstate.files import only_one
     from farstate.plan import RUN_LOCK
 
     root = Path.cwd()
+    directories = integrity.finished(root, results)
     with only_one(root / RUN_LOCK, "a Snakemake run in this folder"):  # it may be writing what would be read
-        found = [path.parent for path in sorted(root.glob(f"results/*/*/{MANIFEST}"))] if results is None else results
-        directories = [path.relative_to(root) if path.is_relative_to(root) else path for path in found]
         wrong = {}
         columns = (TextColumn("verify"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

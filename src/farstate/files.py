@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -18,6 +19,7 @@ from typing import Any
 from farstate.errors import FarstateError
 
 MANIFEST = "manifest.json"
+_OWN_CHECKSUM = "manifest_sha256"
 _BLOCK = 1 << 20
 
 
@@ -101,13 +103,31 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
 
 
 def write_manifest(directory: str | os.PathLike[str], contents: dict[str, Any], files: list[str]) -> None:
-    """Write `manifest.json`, the last file of a finished result: sizes and checksums of `files` beside `contents`.
+    """Write `manifest.json`, the last file of a finished result: sizes and checksums of `files`, and its own, beside `contents`.
 
     `files` are paths relative to `directory`. Whoever finds a manifest finds a complete directory.
     """
     root = Path(directory)
     listing = {name: {"bytes": (root / name).stat().st_size, "sha256": sha256_file(root / name)} for name in sorted(files)}
-    write_json(root / MANIFEST, {**contents, "files": listing})
+    told = json.loads(json.dumps({**contents, "files": listing}))  # as it is read again: keys are strings, lists are lists
+    write_json(root / MANIFEST, {**told, _OWN_CHECKSUM: _digest(told)})
+
+
+def _is_whole(manifest: Any) -> bool:
+    """Whether a manifest has the form of one and, where it holds its own checksum, the content."""
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict) or not manifest["files"]:
+        return False
+    for record in manifest["files"].values():
+        if not isinstance(record, dict) or not isinstance(record.get("bytes"), int):
+            return False
+        if not re.fullmatch("[0-9a-f]{64}", str(record.get("sha256"))):
+            return False
+    told = {key: value for key, value in manifest.items() if key != _OWN_CHECKSUM}
+    return manifest.get(_OWN_CHECKSUM, _digest(told)) == _digest(told)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(directory: str | os.PathLike[str], *, verify: bool = False) -> dict[str, Any]:
@@ -120,7 +140,10 @@ def read_manifest(directory: str | os.PathLike[str], *, verify: bool = False) ->
     if not (root / MANIFEST).exists():
         raise FarstateError(f"{root}: no {MANIFEST}, the result is unfinished; run the rule that makes it")
     manifest: dict[str, Any] = read_json(root / MANIFEST)
-    for name, record in manifest.get("files", {}).items():
+    if not _is_whole(manifest):
+        raise FarstateError(f"{root / MANIFEST}: damaged; delete {root} and run again")
+    manifest.pop(_OWN_CHECKSUM, None)
+    for name, record in manifest["files"].items():
         path = root / name
         if not path.exists():
             raise FarstateError(f"{path}: named in {root / MANIFEST} but missing; delete {root} and run again")

@@ -8,14 +8,17 @@ A disk that changes bytes under an unchanged date is found by `farstate verify`,
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from farstate.errors import FarstateError
 from farstate.files import MANIFEST, read_json, read_manifest, sha256_file, write_json
+from farstate.keys import KEY_LENGTH
+from farstate.plan import PHASES, SUPERSEDED
 
 SEEN = Path(".farstate/seen")
 _STORE = "store.json"
@@ -47,12 +50,39 @@ def damaged(directory: Path, progress: Callable[[int], None] | None = None) -> l
         return [str(error)]
 
 
+def finished(root: Path, asked: Collection[Path] | None = None) -> list[Path]:
+    """The finished results of a working folder, superseded ones too, relative to it.
+
+    Args:
+        asked: of these only: results, or folders that hold some.
+
+    Raises:
+        FarstateError: a folder that is asked for is no finished result here, and holds none.
+    """
+    found = [
+        path.parent.relative_to(root)
+        for place in ("results", str(SUPERSEDED))
+        for phase in PHASES
+        for path in sorted((root / place / phase).glob(f"*/{MANIFEST}"))
+        if re.search(rf"-[0-9a-f]{{{KEY_LENGTH}}}$", path.parent.name) and not path.parent.is_symlink()
+    ]
+    if asked is None:
+        return found
+    wanted: dict[Path, None] = {}
+    for path in asked:
+        place = Path(os.path.relpath(path, root))
+        if not (below := [directory for directory in found if directory == place or place in directory.parents]):
+            raise FarstateError(
+                f"{path}: neither a finished result of this folder nor a folder that holds some; give results/<phase>/<name>-<key>, "
+                "results/<phase>, or nothing for all of them"
+            )
+        wanted |= dict.fromkeys(below)
+    return list(wanted)
+
+
 def size(directory: Path) -> int:
-    """Bytes of a finished result, by its manifest; 0 where that cannot be read."""
-    try:
-        return sum(record["bytes"] for record in read_json(directory / MANIFEST).get("files", {}).values())
-    except FarstateError:
-        return 0
+    """Bytes of a result's files."""
+    return sum(path.stat().st_size for path in directory.iterdir() if path.is_file() and path.name != MANIFEST)
 
 
 def note(directory: Path) -> None:
@@ -74,7 +104,7 @@ def _problems(directory: Path, *, always: bool, progress: Callable[[int], None] 
     manifest = read_manifest(directory)
     seen = _seen(directory)
     marks: dict[str, Any] = {}
-    for name, record in manifest.get("files", {}).items():
+    for name, record in manifest["files"].items():
         path = directory / name
         mark = _mark(path, record)
         if always or seen.get(name) != mark:

@@ -53,7 +53,8 @@ def open_plan(
         targets: what was asked for, rule names or files.
 
     Raises:
-        FarstateError: the parameters are wrong, or results that dvc.lock records would be computed again.
+        FarstateError: the parameters are wrong, results that dvc.lock records would be computed again, or the job that this process
+            was started for belongs to other parameters.
     """
     root = Path.cwd()
     command = command_of(sys.argv)
@@ -65,6 +66,8 @@ def open_plan(
     # Outside inputs are named relative to the folder whose lock file describes them.
     os.environ[INPUTS_ROOT] = str(lock.resolve().parent.parent)
     plan = Plan(params, read_lock(lock))
+    if not main:
+        refuse_other_parameters(plan, sys.argv)
     try:
         if main and command == "run":
             _only_main_process(root)
@@ -99,6 +102,22 @@ def targets_of(arguments: list[str]) -> list[str]:
     It knows them itself only after the rules are read.
     """
     return sorted(map(str, _parser().parse_known_args(arguments[1:])[0].targets))
+
+
+def refuse_other_parameters(plan: Plan, arguments: list[str]) -> None:
+    """Stop the process of a single job whose parameters were edited since Snakemake planned it.
+
+    Raises:
+        FarstateError: naming the job, and what to do.
+    """
+    keys = {directory.rpartition("-")[2] for directory in plan.stages}
+    for job in _parser().parse_known_args(arguments[1:])[0].target_jobs or []:
+        key = job.wildcards_dict.get("key")
+        if key is not None and key not in keys:
+            raise FarstateError(
+                f"{job.rulename} with key {key}: no current parameter asks for this result; the parameters or the code changed after "
+                "Snakemake was called: end it and call it again, and let a run that lasts have a clone of its own"
+            )
 
 
 def runs_elsewhere(arguments: list[str], environment: Mapping[str, str]) -> bool:

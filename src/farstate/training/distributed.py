@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,6 +37,7 @@ _PATIENCE = timedelta(minutes=30)
 # Those whose error says nothing new leave this long after the one that speaks, so that its line is seen.
 _SPEAKER_FIRST = 1.0
 _FAILURE = "farstate/failure"
+_CHECKED = "farstate/checked"
 _LOST = re.compile(r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|socket|timed out", re.IGNORECASE)
 
 
@@ -146,19 +147,28 @@ def current() -> Processes:
 
 
 @contextmanager
-def launched() -> Iterator[Processes]:
+def launched(first: Callable[[], object]) -> Iterator[Processes]:
     """Join the processes that torchrun started together with this one; without torchrun it is alone.
 
     When one fails all do: one says why in one line, the others leave with status 1 and without a word.
+
+    Args:
+        first: done by the first process before they join, however long it takes: inputs may be large, and are checked once.
 
     Raises:
         FarstateError: another process ended without a word.
         SystemExit: another process has said what went wrong.
     """
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        first()
         yield current()
         return
     store, rank, world = next(dist.rendezvous("env://"))
+    if rank == 0:
+        first()
+        store.set(_CHECKED, "")
+    else:
+        store.wait([_CHECKED], timedelta(days=7))
     gpus = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store, rank=rank, world_size=world, timeout=_PATIENCE)
     processes = Processes(rank, world)
