@@ -167,7 +167,7 @@ def make_store(folder: Path, documents: int, size: int) -> None:
     }
     (store / "store.json").write_text(json.dumps(contents), encoding="utf-8")
     listing = {
-        name: {"bytes": (store / name).stat().st_size, "sha256": "unread"} for name in (*names, "index.parquet", "store.json")
+        name: {"bytes": (store / name).stat().st_size, "sha256": "0" * 64} for name in (*names, "index.parquet", "store.json")
     }
     (store / "manifest.json").write_text(json.dumps({"files": listing}), encoding="utf-8")
 

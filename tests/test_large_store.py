@@ -18,6 +18,7 @@ from farstate.corpus.document_table import RAW
 from farstate.corpus.store import TokenStore, write_store
 from farstate.corpus.tokens import INDEX
 from farstate.errors import FarstateError
+from farstate.files import read_manifest
 from test_corpus_store import Document, expected_tokens, make_store, write_shard
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks/store_reading.py"
@@ -60,7 +61,7 @@ def test_600_gigabytes_are_opened_and_read_at_random_in_little_memory(folder: Pa
 def test_windows_of_far_places_are_what_lies_there(tmp_path: Path) -> None:
     """A shard of 20 GB with three documents in it, the last at its very end."""
     shard = write_shard(tmp_path / "s", [(f"document {n}", "train", 100) for n in range(3)])
-    manifest = json.loads((shard / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_manifest(shard)
     size, places = 10**10, [3, 7 * 10**9, 10**10 - 100]
     with open(shard / "tokens.bin", "r+b") as file:
         tokens = np.fromfile(file, dtype="<u2")
