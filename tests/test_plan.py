@@ -19,7 +19,7 @@ from farstate.grid import snapshot_file, snapshot_tokens
 from farstate.keys import Stage
 from farstate.params import flatten, merge, read_yaml, validate
 from farstate.plan import MEASURES, PAGE_FILES, PHASES, Page, Plan
-from farstate.workflow import command_of, runs_elsewhere, targets_of
+from farstate.workflow import command_of, refuse_other_parameters, runs_elsewhere, targets_of
 from test_params import put
 
 
@@ -392,6 +392,21 @@ def test_what_snakemake_was_called_for() -> None:
     assert runs_elsewhere(["snakemake", "--executor", "slurm"], {})
     assert runs_elsewhere(["snakemake", "--profile", str(REPOSITORY / "slurm")], {})
     assert runs_elsewhere(["snakemake"], {"SNAKEMAKE_PROFILE": str(REPOSITORY / "slurm")})
+    assert runs_elsewhere(["snakemake", "--workflow-profile", str(REPOSITORY / "slurm")], {})
+    assert not runs_elsewhere(["snakemake", "--profile", str(REPOSITORY / "slurm"), "--executor", "local"], {})
+
+
+def test_a_job_of_other_parameters_is_refused_in_one_line(data: dict[str, Any], lock: dict[str, Any]) -> None:
+    def job(key: str) -> list[str]:
+        return ["snakemake", "--mode", "remote", "--target-jobs", f"posttrain:model=tiny,arm=control,seed=0,key={key}"]
+
+    plan = plan_of(data, lock)
+    refuse_other_parameters(plan, job(plan.of(rule="posttrain")[0].directory[-8:]))
+    refuse_other_parameters(plan, ["snakemake", "--target-jobs", "report:figure=fig5"])
+    with pytest.raises(
+        FarstateError, match=r"^posttrain with key 00000000: no current parameter asks for this .* after Snakemake was"
+    ):
+        refuse_other_parameters(plan, job("00000000"))
 
 
 def test_what_snakemake_was_asked_for() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -27,9 +28,11 @@ from farstate.models.language_model import LanguageModel
 from farstate.models.registry import ARCHITECTURES, config_from_json
 from farstate.plan import Plan
 from farstate.planner.activations import HALVED
-from farstate.planner.devices import GPUS, NAMES, device_of
-from farstate.planner.jobs import MEASUREMENTS, TRAININGS, config_of, estimate, estimates
-from farstate.planner.resources import GROUPED, Asks, over_nodes, refuse_what_cannot_fit, torchrun
+from farstate.planner.command import too_long
+from farstate.planner.devices import GPUS, NAMES, Device, device_of
+from farstate.planner.jobs import MEASUREMENTS, TRAININGS, Job, config_of, estimate, estimates
+from farstate.planner.refusal import refusal
+from farstate.planner.resources import UNKNOWN_MINUTES, Asks, jobs_together, over_nodes, refuse_what_cannot_fit, torchrun
 from farstate.planner.work import forward_flops, state_bytes
 from farstate.settings import Distributed, Planner, Settings
 from farstate.training import trainer
@@ -212,34 +215,106 @@ def paper() -> Plan:
     return Plan(params.load(REPOSITORY / "config/paper.yaml"), {})
 
 
+def due(settings: Settings, plan: Plan, device: Device, *rules: str) -> list[Job]:
+    stages = [stage for stage in plan.stages.values() if stage.rule in (rules or TRAININGS)]
+    return estimates(stages, settings, device, REPOSITORY)
+
+
+def follows(settings: Settings, said: str) -> Settings:
+    """The settings with what a line advises."""
+    parts = re.search(r"split_micro_batches: (\d+)", said)
+    spread = settings.distributed.model_copy(update={"activation_checkpointing": "activation_checkpointing: true" in said})
+    return settings.model_copy(
+        update={"split_micro_batches": int(parts.group(1)) if parts else settings.split_micro_batches, "distributed": spread}
+    )
+
+
 def test_the_advice_makes_a_job_fit() -> None:
     settings = Settings(device="cuda")
-    refused = [
-        job
-        for job in estimates(paper().stages.values(), settings, GPUS["h100"], REPOSITORY)
-        if job.stage.rule in TRAININGS and not job.fits
-    ]
+    refused = [job for job in due(settings, paper(), GPUS["h100"]) if not job.fits]
     assert refused, "the paper's pre-training takes a batch of 524,288 tokens at once"
     for job in {job.model: job for job in refused}.values():
         assert "split_micro_batches: " in job.advice
-        parts = int(job.advice.partition("split_micro_batches: ")[2].split()[0])
-        advised = Settings(
-            device="cuda",
-            split_micro_batches=parts,
-            distributed=Distributed(activation_checkpointing="checkpointing: true" in job.advice),
-        )
-        assert estimate(job.stage, advised, GPUS["h100"], REPOSITORY).fits
+        advised = follows(settings, job.advice)
+        again = estimate(job.stage, advised, GPUS["h100"], REPOSITORY)
+        assert again.fits
+        assert not again.refused
         assert not estimate(job.stage, advised.model_copy(update={"split_micro_batches": 1}), GPUS["h100"], REPOSITORY).fits
 
 
+def test_one_advice_suits_all_trainings() -> None:
+    """Those that fit already too: the trainer must be able to divide every batch."""
+    settings = Settings(device="cuda")
+    said = refusal(due(settings, paper(), GPUS["h100"]), settings, GPUS["h100"], REPOSITORY)
+    assert re.search(
+        r"^\d+ of 157 trainings do not fit h100 \(80 GB\); .*: \d+\.\d GB; all of them fit with split_micro_batches: ", said
+    )
+    assert refusal(due(follows(settings, said), paper(), GPUS["h100"]), follows(settings, said), GPUS["h100"], REPOSITORY) == ""
+
+
+def test_where_no_one_setting_suits_all_each_is_told_its_own() -> None:
+    """3 rows and 256: no number but 1 divides both."""
+    stages = [stage_of("mamba2", {"width": 768, "layers": 24}, rows, 8192) for rows in (3, 256)]
+    settings = Settings(device="cuda")
+    device = Device("small", 24e9, GPUS["l40s"].peak)
+    jobs = [estimate(stage, settings, device, Path()) for stage in stages]
+    said = refusal(jobs, settings, device, Path())
+    assert re.search(r"; no one setting suits all 2, call for them apart: .*_batches: 3 in .*; .*_batches: 128 in ", said), said
+    for job in jobs:
+        advised = follows(settings, job.advice)
+        assert not refusal([estimate(job.stage, advised, device, Path())], advised, device, Path())
+
+
+def test_what_the_trainer_would_refuse_is_refused_with_its_own_line() -> None:
+    three = Settings(device="cuda", distributed=Distributed(processes=3), split_micro_batches=16)
+    said = refusal(due(three, paper(), GPUS["h100"]), three, GPUS["h100"], REPOSITORY)
+    assert re.search(
+        r"^\w+ \S+ \(and 156 more of 157 trainings\): a micro-batch of \d+ rows .* cannot be shared by 3 processes; start 1, 2, .*; "
+        r"all 157 trainings allow 1, 2, 4, 8 or 16 processes$",
+        said,
+    ), said
+    many = Settings(device="cuda", split_micro_batches=64)
+    said = refusal(due(many, paper(), GPUS["h100"]), many, GPUS["h100"], REPOSITORY)
+    assert re.search(
+        r"^posttrain .* \(and 115 more of 157 trainings\): settings\.split_micro_batches: 64 does not divide the 16 rows .*; "
+        r"all 157 trainings allow split_micro_batches: 1, 2, 4, 8 or 16$",
+        said,
+    ), said
+
+
+def test_states_that_pass_from_micro_batch_to_micro_batch_allow_no_parts() -> None:
+    arm = {**PASSING, "previous": "micro_batch"}
+    stage = stage_of("mamba2", SHAPES["mamba2"], 32, 64, arm, micro_batches=4)
+    split = Settings(device="cpu", split_micro_batches=2)
+    job = estimate(stage, split, device_of(split, elsewhere=False), Path())
+    assert job.refused.startswith("settings.split_micro_batches: 2, but with `previous: micro_batch` ")
+    with pytest.raises(FarstateError) as caught:
+        trainer._divided(recipe_of(32, 64, micro_batches=4), 64, RunSettings(split_micro_batches=2), params.arm_from_json(arm))
+    assert str(caught.value) == job.refused, "the trainer says the same"
+
+
 def test_what_cannot_fit_is_refused_before_it_is_submitted(tmp_path: Path) -> None:
-    settings = Settings(device="cuda", planner=Planner(device="a100-40gb"))
+    settings = Settings(device="cuda", planner=Planner(device="h100"))
     with pytest.raises(
-        FarstateError, match=r"^pretrain .*: needs \d+\.\d GB on a device, a100-40gb has 40 GB; it fits with split_micro_"
+        FarstateError,
+        match=r"^\d+ of \d+ trainings do not fit h100 \(80 GB\); the largest is pretrain .*; all of them fit with split_micro_",
     ):
         refuse_what_cannot_fit(paper(), settings, tmp_path, ["reports/fig2.html"])
     refuse_what_cannot_fit(paper(), settings, tmp_path, ["corpus"])
-    refuse_what_cannot_fit(paper(), settings.model_copy(update={"split_micro_batches": 64}), tmp_path, ["reports/fig2.html"])
+    fitting = settings.model_copy(update={"split_micro_batches": 16})
+    refuse_what_cannot_fit(paper(), fitting, tmp_path, ["reports/fig2.html"])
+    with pytest.raises(FarstateError, match=r"cannot be shared by 3 processes"):
+        refuse_what_cannot_fit(
+            paper(), fitting.model_copy(update={"distributed": Distributed(processes=3)}), tmp_path, ["reports/fig2.html"]
+        )
+    wide = fitting.model_copy(update={"evaluation_rows": 4096})
+    with pytest.raises(
+        FarstateError,
+        match=r"^\d+ of \d+ measurements do not fit h100 .*; all of them fit with evaluation_rows: \d+ in config/settings",
+    ) as caught:
+        refuse_what_cannot_fit(paper(), wide, tmp_path, ["reports/fig2.html"])
+    fewer = int(str(caught.value).partition("evaluation_rows: ")[2].split()[0])
+    refuse_what_cannot_fit(paper(), fitting.model_copy(update={"evaluation_rows": fewer}), tmp_path, ["reports/fig2.html"])
 
 
 def test_every_job_with_a_model_has_a_plan(tmp_path: Path) -> None:
@@ -272,21 +347,45 @@ def asked(what: str, attempt: int, *, elsewhere: bool, **settings: object) -> in
 
 def test_jobs_ask_for_more_at_each_attempt_and_never_for_more_than_the_limit() -> None:
     assert asked("mem_mb", 2, elsewhere=True) == 2 * asked("mem_mb", 1, elsewhere=True)
+    assert asked("mem_mb", 9, elsewhere=True) == asked("mem_mb", 3, elsewhere=True) == 3 * asked("mem_mb", 1, elsewhere=True)
     assert asked("mem_mb", 1, elsewhere=True) == 6100, "a GPU job: its process, and a small model's checkpoint"
     assert asked("mem_mb", 1, elsewhere=False, device="cpu") == 1600
     assert asked("runtime", 1, elsewhere=True) == 21
     assert asked("runtime", 3, elsewhere=True) == 63
     assert asked("runtime", 3, elsewhere=True, planner={"longest_job_hours": 1.0}) == 60
-    profile = yaml.safe_load((REPOSITORY / "slurm/config.yaml").read_text())
-    assert {int(given.partition("=")[2]) for given in profile["group-components"]} == {GROUPED}
     slow = asked("runtime", 1, elsewhere=True, planner={"rate": 1e5, "longest_job_hours": 1000.0})
     assert slow > 60, "a slower device takes longer"
+
+
+def test_measurements_of_one_job_stay_within_its_limit_together() -> None:
+    profile = yaml.safe_load((REPOSITORY / "slurm/config.yaml").read_text())
+    groups = dict(given.split("=") for given in profile["groups"])
+    components = {name: int(number) for name, _, number in (given.partition("=") for given in profile["group-components"])}
+    together = jobs_together(groups, components)
+    assert {rule: together[rule] for rule in MEASUREMENTS} == dict.fromkeys(MEASUREMENTS, 4)
+    assert together["report"] == 1
+    stage = small().of(rule="perplexity")[0]
+    for number in (1, 4, 10):
+        settings = Settings(planner=Planner(rate=1.0, longest_job_hours=10.0))
+        asks = Asks(small(), settings, elsewhere=True, root=REPOSITORY, together={**together, "perplexity": number})
+        assert asks.function("runtime", stage.directory)({}, 3) == min(600 // number, 3 * UNKNOWN_MINUTES)
+
+
+def test_a_training_longer_than_all_attempts_is_warned_of() -> None:
+    jobs = due(Settings(), small(), GPUS["h100"], "pretrain")
+    hours = max(job.hours for job in jobs if job.hours is not None)
+    limited = Settings(planner=Planner(longest_job_hours=hours / 2.5))
+    assert too_long(jobs, limited, 2) == ""
+    assert re.search(
+        r"^warning: pretrain tiny\.s0 is planned for .*: retries: 2 in slurm/config\.yaml", too_long(jobs, limited, 1)
+    )
 
 
 def test_jobs_ask_for_as_many_gpus_as_a_training_has_processes() -> None:
     assert asked("gpu", 1, elsewhere=True) == 1
     assert asked("gpu", 1, elsewhere=False) == 0
     assert asked("gpu", 1, elsewhere=True, device="cpu") == 0
+    assert asked("gpu", 1, elsewhere=True, planner={"device": "cpu"}) == 0
     assert asked("gpu", 1, elsewhere=True, distributed={"processes": 4, "nodes": 2}) == 8
 
 
@@ -334,7 +433,12 @@ def test_devices_by_name() -> None:
     measured_rate = device_of(Settings(planner=Planner(device="h100", rate=1e14, memory_gb=94.0)), elsewhere=True)
     assert (measured_rate.memory, measured_rate.reached("float32")) == (94e9, 1e14)
     assert not device_of(Settings(device="cpu"), elsewhere=True).is_gpu
+    assert not device_of(Settings(planner=Planner(device="cpu")), elsewhere=True).is_gpu
     assert device_of(Settings(), elsewhere=True).is_gpu
+    with pytest.raises(FarstateError, match=r"planner\.device: h100, but with device: cpu no job uses a GPU"):
+        device_of(Settings(device="cpu", planner=Planner(device="h100")), elsewhere=True)
+    with pytest.raises(FarstateError, match=r"planner\.device: cpu, but with device: cuda every job needs a GPU"):
+        device_of(Settings(device="cuda", planner=Planner(device="cpu")), elsewhere=True)
     with pytest.raises(
         FarstateError, match=r"planner\.device: unknown device 'h10' \(did you mean 'h100'\?\); known: auto, cpu, "
     ):
@@ -359,12 +463,18 @@ def plan_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_prints_a_table_loads_nothing_heavy_and_refuses() -> None:
     done = plan_command("--configfile", "config/paper.yaml", "--device-rate", "h100")
     assert done.returncode == 1
-    assert done.stdout.startswith("Planned for h100: 80 GB")
+    assert done.stdout.startswith("Planned for h100 (planner.device: h100): 80 GB")
     assert "does not fit" in done.stdout
     assert "mamba2-125m.context-256" in done.stdout, "nothing is cut off"
     assert done.stderr.startswith("farstate: ")
-    assert "trainings do not fit 80 GB; the largest is pretrain mamba2-125m.context-256.s0: " in done.stderr
+    assert "trainings do not fit h100 (80 GB); the largest is pretrain mamba2-125m.context-256.s0: " in done.stderr
     assert done.stderr.count("\n") == 1
+    here, there = plan_command("fig10"), plan_command("fig10", "--cluster")
+    assert (
+        "--cluster plans as the jobs of a cluster do" in here.stdout.partition("\n")[0]
+        or device_of(Settings(), elsewhere=False).is_gpu
+    )
+    assert there.stdout.startswith("Planned for a100-40gb (as the jobs of a cluster, planner.device: auto): 40 GB, ")
 
 
 def test_the_command_as_json_and_for_a_target() -> None:
