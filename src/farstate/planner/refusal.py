@@ -24,7 +24,8 @@ def refusal(jobs: list[Job], settings: Settings, device: Device, root: Path) -> 
             worst = max(large, key=lambda job: job.bytes)
             return (
                 f"{len(large)} of {len(some)} {kind} do not fit {device.name} ({device.memory / 1e9:.0f} GB); the largest is "
-                f"{_name(worst)}: {worst.bytes / 1e9:.1f} GB; {_advice(large, some, settings, device, root)}"
+                f"{_name(worst)}: {worst.bytes / 1e9:.1f} GB; {_advice(large, some, settings, device, root)}; if your "
+                "devices are others, say so there (planner:)"
             )
     return ""
 

@@ -105,9 +105,7 @@ def refuse_what_cannot_fit(plan: Plan, settings: Settings, root: Path, targets: 
     device = device_of(settings, elsewhere=True)
     jobs = estimates(map(plan.at, sorted(plan.wanted(root, targets, absent=True))), settings, device, root)
     if said := refusal(jobs, settings, device, root):
-        raise FarstateError(
-            f"{said}; if your devices are others, say so there (planner:); `farstate plan --cluster` shows all jobs"
-        )
+        raise FarstateError(f"{said}; `farstate plan --cluster` shows all jobs")
 
 
 def torchrun(distributed: Distributed, threads: int) -> str:
