@@ -30,6 +30,7 @@ import zstandard
 from farstate.corpus import documents as documents_module
 from farstate.corpus import records as records_module
 from farstate.corpus.documents import SCHEMA, split_of, write_documents
+from farstate.corpus.trail import OtherBytes, Trail
 from farstate.errors import FarstateError
 from farstate.files import MANIFEST, read_manifest
 from farstate.params import Corpus, Source, Split
@@ -508,6 +509,52 @@ def test_rows_of_another_input_are_not_gone_on_with(tmp_path: Path, monkeypatch:
     path.write_bytes(COMPRESS[".zst"]("\n".join(text_line(f"another text, number {n}") for n in range(50)).encode()))
     write_documents(source, corpus, killed, files=[path])
     assert read_manifest(killed)["documents"] == 50
+
+
+def test_a_file_that_changed_unseen_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its size and its date are those of the killed run."""
+    monkeypatch.setattr(documents_module, "_GROUP_BYTES", 600)
+    path = messy(tmp_path, "")
+    source = Source(name="it", files=str(path))
+    corpus = Corpus(sources=(source,), damaged_records="skip", minimum_bytes=20)
+    killed = tmp_path / "killed"
+    subprocess.run([sys.executable, "-c", KILLED, killed, path, "append", "2", "0"], check=False)
+    status = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"number 0, 0 times", b"number 0, O times", 1))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    write_documents(source, corpus, killed, files=[path])
+    assert capsys.readouterr().err.startswith(f"farstate: {path}: its first ")
+    write_documents(source, corpus, tmp_path / "whole", files=[path])
+    assert (killed / MANIFEST).read_bytes() == (tmp_path / "whole" / MANIFEST).read_bytes()
+    assert "O times" in pq.read_table(killed / "documents.parquet")["text"][0].as_py()
+
+
+def test_marks_of_an_interrupted_reading() -> None:
+    """One that a second reading, interrupted in its turn, has not come to holds for the third."""
+    first = Trail()
+    first.begin("a")
+    first.add(b"12345")
+    second = Trail(first.marks)
+    second.begin("a")
+    assert second.room(100) == 5
+    second.add(b"1x")
+    third = Trail(second.marks)
+    assert third.marks == [], "nothing is read yet"
+    third.begin("b")
+    assert third.room(100) == 100, "of another file nothing is known"
+    third.begin("a")
+    assert third.room(100) == 2
+    with pytest.raises(OtherBytes, match="a: its first 2 bytes are not those"):
+        third.add(b"12")
+    with pytest.raises(OtherBytes, match="a: its first 5 bytes are not those"):
+        second.add(b"345")
+    short = Trail(first.marks)
+    short.begin("a")
+    short.add(b"123")
+    with pytest.raises(OtherBytes, match="a: its first 5 bytes are not those"):
+        short.add(b"")
 
 
 AS_NOBODY = """

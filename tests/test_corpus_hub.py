@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import io
 import json
+import random
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +20,13 @@ import pytest
 import yaml
 import zstandard
 
+from farstate.corpus import documents as documents_module
 from farstate.corpus import hub as hub_module
+from farstate.corpus import records as records_module
+from farstate.corpus import spool as spool_module
 from farstate.errors import FarstateError
-from farstate.files import MANIFEST, read_manifest
-from farstate.params import Corpus, as_written, validate
+from farstate.files import MANIFEST, read_json, read_manifest
+from farstate.params import Corpus, Source, as_written, validate
 from farstate.plan import Plan
 from hub_stand_in import Hub
 
@@ -178,6 +185,74 @@ def test_what_is_not_as_registered_is_refused_and_offline_a_cache_serves(tmp_pat
     (tmp_path / "config/sources.lock").write_text(json.dumps(lock))
     (later,) = call(tmp_path, hub.url, "read", written[1])
     assert later == f"hub data set {NAME}:train/*: registered anew since this job was planned; run Snakemake again"
+
+
+class Broken(io.BytesIO):
+    """A stream whose connection is reset before its end."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if not (data := super().read(size)):
+            raise ConnectionResetError("connection reset")
+        return data
+
+
+@pytest.mark.parametrize(
+    ("suffix", "wrong", "cached"),
+    [(".zst", 3, False), (".zst", 3, True), (".gz", 3, False), ("", 3, False), (".zst", None, False)],
+)
+def test_an_interrupted_reading_is_gone_on_with_only_behind_the_same_bytes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    suffix: str,
+    wrong: int | None,
+    cached: bool,
+) -> None:
+    """The first reading broke off; its document `wrong` was not what was registered. Of a cached copy a later line was damaged too."""
+    generator = random.Random(1)
+    texts = [generator.randbytes(2000).hex() for _ in range(800)]
+
+    def content(*lines: str) -> bytes:
+        data = "\n".join(lines).encode()
+        return {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[suffix](data)
+
+    good = content(*(json.dumps({"text": text}) for text in texts))
+    lines = [json.dumps({"text": text.upper() if number == wrong else text}) for number, text in enumerate(texts)]
+    bad = content(*lines[:600], "{" if cached else lines[600], *lines[601:])
+    file = hub_module.HubFile(NAME, FIRST, f"a.jsonl{suffix}", len(good), f"sha256:{hashlib.sha256(good).hexdigest()}")
+    source = Source(name="it", hub=NAME, members="*")
+    copy = tmp_path / "copy"
+
+    def read(stream: io.BytesIO, output: str) -> str:
+        copy.write_bytes(stream.getvalue())
+        library = types.SimpleNamespace(
+            try_to_load_from_cache=lambda *_, **__: str(copy) if cached else None,
+            HfFileSystem=lambda: types.SimpleNamespace(open=lambda *_, **__: type(stream)(stream.getvalue())),
+        )
+        monkeypatch.setitem(sys.modules, "huggingface_hub", library)
+        documents_module.write_documents(source, Corpus(sources=(source,)), tmp_path / output, files=[file])
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(documents_module, "_GROUP_BYTES", 100_000)
+    monkeypatch.setattr(spool_module, "_COMMIT_SECONDS", 0.0)
+    assert read(io.BytesIO(good), "whole") == ""
+    with pytest.raises(FarstateError, match="line 601: not JSON" if cached else "connection reset"):
+        read(Broken(bad if cached else bad[: len(bad) * 3 // 4]), "out")
+    assert read_json(tmp_path / "out/.progress.json")["position"] > 100
+    parsed: list[str] = []
+    from_mapping = records_module.from_mapping
+    monkeypatch.setattr(records_module, "from_mapping", lambda *given: parsed.append(given[2]) or from_mapping(*given))
+    said = read(io.BytesIO(good), "out")
+    for name in ("documents.parquet", MANIFEST):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    if wrong is None:
+        assert (said, len(parsed) < 700) == ("", True), "what lay on disk was not parsed again"
+    else:
+        assert said.count("\n") == 1
+        assert f"{file.name}: its first " in said
+        assert said.endswith(
+            " bytes are not those that an interrupted reading met; the rows are discarded, reading begins anew\n"
+        )
 
 
 def entry(hub: Hub, pattern: str) -> dict[str, Any]:

@@ -19,10 +19,12 @@ from farstate.corpus.hub import ChangedInput, HubFile
 from farstate.corpus.records import Damage, Records, read_archive, read_files, read_hub
 from farstate.corpus.sources import resolve_files
 from farstate.corpus.spool import Spool
+from farstate.corpus.trail import OtherBytes, Trail
 from farstate.errors import FarstateError
 from farstate.files import atomic_path, write_manifest
 from farstate.numerics import NUMERICS
 from farstate.params import Corpus, Source, Split
+from farstate.training.progress import notice
 
 SCHEMA = pa.schema(
     [
@@ -58,7 +60,8 @@ def write_documents(
     A document is dropped when it is shorter than `corpus.minimum_bytes` or has the content of an earlier one
     of the source. Memory holds one row group (8 MiB of text, or a single longer document) whatever the input's size; the
     identities that were met lie on disk. A run that was killed goes on after the last row group on disk (at most a second
-    before), and ends with the same bytes as an undisturbed one.
+    before), and ends with the same bytes as an undisturbed one; where a file no longer begins with the bytes that run met, its rows are
+    discarded and a notice says so.
 
     Args:
         archive: the fetched package (or the directory that holds it), for a source of kind package.
@@ -83,10 +86,14 @@ def write_documents(
     }
     with closing(Spool(output, SCHEMA, fingerprint)) as spool:
         tally = _Tally(spool.facts)
-        if not spool.complete:
+        while not spool.complete:
             try:
-                with closing(_records(source, output, archive, files, revision, spool.position)) as records:
+                with closing(_records(source, output, archive, files, revision, spool.position, spool.trail)) as records:
                     _read(records, source, corpus, spool, tally, progress)
+            except OtherBytes as problem:
+                notice(f"{problem}; the rows are discarded, reading begins anew")
+                spool.restart()
+                tally = _Tally(spool.facts)
             except ChangedInput:
                 spool.discard()
                 raise
@@ -150,13 +157,14 @@ def _records(
     files: Sequence[Path | HubFile] | None,
     revision: str | None,
     passed: int,
+    trail: Trail,
 ) -> Records:
     if source.package is not None:
         if archive is None:
             raise FarstateError(f"corpus source '{source.name}': the archive of {source.package} has not been fetched")
         return read_archive(stage.part(archive, stage.ARCHIVE), source, passed)
     if files is not None:
-        return read_files(files, source, output, passed)
+        return read_files(files, source, output, passed, trail)
     return read_hub(source, revision, passed)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -10,6 +9,7 @@ from typing import IO, Any, cast
 
 from farstate.corpus.compressed import SUFFIXES
 from farstate.corpus.sources import matches
+from farstate.corpus.trail import Followed, Trail
 from farstate.errors import FarstateError
 
 _KINDS = (".txt", ".jsonl", ".parquet")
@@ -42,8 +42,11 @@ class HubFile:
         """What messages call it; its suffixes tell its kind."""
         return PurePosixPath(self.repository, self.path)
 
-    def open(self) -> IO[bytes]:
+    def open(self, trail: Trail) -> IO[bytes]:
         """Its bytes, from the hub's cache on this machine if it is there, streamed otherwise; its checksum is compared at the end.
+
+        Args:
+            trail: what is read of it is noted there.
 
         Raises:
             FarstateError: it is not here and the hub cannot be reached; ChangedInput: its content is not what was registered.
@@ -52,14 +55,14 @@ class HubFile:
 
         cached = huggingface_hub.try_to_load_from_cache(self.repository, self.path, revision=self.revision, repo_type="dataset")
         if isinstance(cached, str):
-            return cast(IO[bytes], io.BufferedReader(_Watched(open(cached, "rb"), self, f"the cached copy {cached}")))
+            return cast(IO[bytes], io.BufferedReader(_Watched(open(cached, "rb"), self, f"the cached copy {cached}", trail)))
         place = f"datasets/{self.repository}@{self.revision}/{self.path}"
         try:
             # No size of blocks: one connection from the beginning to the end, taken up again where it breaks.
             stream = huggingface_hub.HfFileSystem().open(place, "rb", block_size=0)
         except Exception as error:  # the client raises many kinds; to the user they are one
             raise self.unreadable(error) from None
-        return cast(IO[bytes], io.BufferedReader(_Watched(stream, self, "what the hub sent")))
+        return cast(IO[bytes], io.BufferedReader(_Watched(stream, self, "what the hub sent", trail)))
 
     def unreadable(self, error: Exception) -> FarstateError:
         return FarstateError(
@@ -69,39 +72,32 @@ class HubFile:
         )
 
 
-class _Watched(io.RawIOBase):
+class _Watched(Followed):
     """A stream of bytes whose checksum is taken on the way and compared at its end."""
 
-    def __init__(self, stream: IO[bytes], file: HubFile, what: str) -> None:
-        self._stream = stream
+    def __init__(self, stream: io.BufferedReader, file: HubFile, what: str, trail: Trail) -> None:
+        super().__init__(stream, trail)
         self._file = file
         self._what = what
         algorithm, _, self._expected = file.checksum.partition(":")
-        self._digest = hashlib.sha256() if algorithm == "sha256" else hashlib.sha1(f"blob {file.size}\0".encode())
-        self._count = 0
+        git = algorithm == "git"
+        trail.begin(str(file.name), "sha1" if git else algorithm, f"blob {file.size}\0".encode() if git else b"")
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)
+    def _take(self, view: memoryview) -> int:
         try:
             data = self._stream.read(len(view))
         except Exception as error:  # as above
             raise self._file.unreadable(error) from None
-        self._digest.update(data)
-        self._count += len(data)
-        if not data and (self._count != self._file.size or self._digest.hexdigest() != self._expected):
-            raise ChangedInput(
-                f"{self._file.name}: {self._what} is not what was registered ({self._count} of {self._file.size} bytes, "
-                f"checksum {self._digest.hexdigest()[:12]}…, {self._expected[:12]}… expected); remove a cached copy, or run `farstate register`"
-            )
         view[: len(data)] = data
         return len(data)
 
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
+    def _at_end(self) -> None:
+        count, digest = self._trail.count, self._trail.digest
+        if count != self._file.size or digest != self._expected:
+            raise ChangedInput(
+                f"{self._file.name}: {self._what} is not what was registered ({count} of {self._file.size} bytes, "
+                f"checksum {digest[:12]}…, {self._expected[:12]}… expected); remove a cached copy, or run `farstate register`"
+            )
 
 
 def describe(where: str) -> dict[str, Any]:

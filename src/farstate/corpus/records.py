@@ -4,12 +4,14 @@ A *damage* is one record that cannot be read; the caller decides whether it stop
 damaged as a whole (a truncated file, a broken archive) is always an error: nobody knows what it held.
 
 Every reader can leave out what it gave before: `passed` counts records and damages from the beginning. A compressed stream is
-decompressed from its beginning all the same, so that damage in it is noticed, but what was given is not parsed again.
+decompressed from its beginning all the same, so that damage in it, and other bytes than before, are noticed; but what was given is
+not parsed again.
 """
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import lzma
 import os
@@ -22,15 +24,17 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from farstate.corpus import compressed
 from farstate.corpus.hub import HubFile
 from farstate.corpus.sources import matches
+from farstate.corpus.trail import Followed, Trail
 from farstate.errors import FarstateError
 from farstate.params import Source
 
 _PARQUET_BATCH = 64
+_BUFFER = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +163,20 @@ def decode_plain(data: bytes, encodings: Sequence[str], title: str, where: str) 
     )
 
 
-def read_files(files: Sequence[Path | HubFile], source: Source, scratch: Path, passed: int = 0) -> Records:
+def read_files(
+    files: Sequence[Path | HubFile], source: Source, scratch: Path, passed: int = 0, trail: Trail | None = None
+) -> Records:
     """The documents of files, in the order given; `scratch` is a directory for parquet files that are compressed or come from the hub.
 
+    Args:
+        trail: what is read of the files is noted there, and held against what an interrupted reading met; not of a local
+            parquet file, and not of a `.txt` whose document is passed.
+
     Raises:
-        FarstateError: an unknown kind of file, or one that is missing, unreadable, truncated or damaged.
+        FarstateError: an unknown kind of file, or one that is missing, unreadable, truncated or damaged; OtherBytes: see `trail`.
     """
     past = _Passed(passed)
+    trail = trail or Trail()
     local = [file.parent for file in files if isinstance(file, Path)]
     folder = os.path.commonpath(local) if local else "."
     for file in files:
@@ -174,11 +185,11 @@ def read_files(files: Sequence[Path | HubFile], source: Source, scratch: Path, p
         inner = path.with_suffix("") if path.suffix in compressed.SUFFIXES else path
         if inner.suffix == ".txt":
             if not past():
-                yield decode_plain(b"".join(_blocks(file)), source.encodings, title, str(path))
+                yield decode_plain(b"".join(_blocks(file, trail)), source.encodings, title, str(path))
         elif inner.suffix == ".jsonl":
-            yield from _json_lines(file, str(path), title, source.text_key, past)
+            yield from _json_lines(_blocks(file, trail), str(path), title, source.text_key, past)
         elif inner.suffix == ".parquet":
-            yield from _parquet(file, str(path), title, source.text_key, scratch, past)
+            yield from _parquet(file, str(path), title, source.text_key, scratch, past, trail)
         else:
             raise FarstateError(
                 f"{path}: not a kind of file that holds documents; allowed: .txt, .jsonl, .parquet, "
@@ -186,12 +197,15 @@ def read_files(files: Sequence[Path | HubFile], source: Source, scratch: Path, p
             )
 
 
-def _blocks(file: Path | HubFile) -> Iterator[bytes]:
-    return compressed.blocks(file) if isinstance(file, Path) else compressed.blocks(file.name, file.open())
+def _blocks(file: Path | HubFile, trail: Trail) -> Iterator[bytes]:
+    if isinstance(file, HubFile):
+        return compressed.blocks(file.name, file.open(trail))
+    trail.begin(str(file))
+    return compressed.blocks(file, cast(IO[bytes], io.BufferedReader(Followed(_open(file), trail), _BUFFER)))
 
 
-def _json_lines(file: Path | HubFile, name: str, title: str, text_key: str, past: _Passed) -> Records:
-    for number, line in enumerate(compressed.lines(_blocks(file)), start=1):
+def _json_lines(blocks: Iterator[bytes], name: str, title: str, text_key: str, past: _Passed) -> Records:
+    for number, line in enumerate(compressed.lines(blocks), start=1):
         if not line.strip() or past():
             continue
         where = f"{name} line {number}"
@@ -205,16 +219,17 @@ def _json_lines(file: Path | HubFile, name: str, title: str, text_key: str, past
             yield from_mapping(value, text_key, f"{title}:{number}", where)
 
 
-def _parquet(source: Path | HubFile, name: str, title: str, text_key: str, scratch: Path, past: _Passed) -> Records:
+def _parquet(source: Path | HubFile, name: str, title: str, text_key: str, scratch: Path, past: _Passed, trail: Trail) -> Records:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    handle: IO[bytes]
     with ExitStack() as stack:
         if isinstance(source, Path) and source.suffix == ".parquet":
             handle = stack.enter_context(_open(source))
         else:
             handle = stack.enter_context(tempfile.TemporaryFile(dir=scratch))
-            handle.writelines(_blocks(source))
+            handle.writelines(_blocks(source, trail))
             handle.seek(0)
         try:
             file = pq.ParquetFile(handle)
@@ -240,7 +255,7 @@ def _parquet(source: Path | HubFile, name: str, title: str, text_key: str, scrat
             raise
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> io.BufferedReader:
     try:
         return open(path, "rb")
     except FileNotFoundError:

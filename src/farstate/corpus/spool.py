@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from farstate.corpus.trail import Trail
 from farstate.errors import FarstateError
 from farstate.files import read_json, write_json
 
@@ -38,6 +39,7 @@ class Spool:
         position: records of the input that the rows on disk account for.
         facts: what was given to `commit` with them, empty at first.
         complete: whether nothing of the input is left to be read.
+        trail: for who reads the input; the record says what the rows on disk were made of, and the next reading must bear it out.
     """
 
     def __init__(self, output: Path, schema: pa.Schema, inputs: Any) -> None:
@@ -49,10 +51,9 @@ class Spool:
         self.position = 0
         self.facts: dict[str, Any] = {}
         self.complete = False
+        self.trail = Trail()
         self._resume()
-        self._path.touch()
-        os.truncate(self._path, self._bytes)
-        self._file = pa.OSFile(str(self._path), "ab")
+        self._open()
         self._committed = time.monotonic()
 
     def append(self, rows: pa.Table) -> None:
@@ -69,7 +70,11 @@ class Spool:
         self.position, self.facts, self.complete = position, facts, complete
         names = ("position", "facts", "complete")
         write_json(
-            self._record_path, {"inputs": self._inputs, "bytes": self._bytes, **{name: getattr(self, name) for name in names}}
+            self._record_path,
+            {
+                **{"inputs": self._inputs, "bytes": self._bytes, "marks": self.trail.marks},
+                **{name: getattr(self, name) for name in names},
+            },
         )
         self._committed = time.monotonic()
 
@@ -90,18 +95,31 @@ class Spool:
     def close(self) -> None:
         self._file.close()
 
+    def restart(self) -> None:
+        """Begin anew: the rows are of no use."""
+        self.discard()
+        self._bytes = self.position = 0
+        self.facts, self.complete, self.trail = {}, False, Trail()
+        self._open()
+
     def discard(self) -> None:
         """Remove everything: the result is finished, or the rows are of no use."""
         self.close()
-        self._path.unlink(missing_ok=True)
         self._record_path.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        self._path.touch()
+        os.truncate(self._path, self._bytes)
+        self._file = pa.OSFile(str(self._path), "ab")
 
     def _resume(self) -> None:
         try:
             record = read_json(self._record_path)
             if record["inputs"] != self._inputs or self._path.stat().st_size < record["bytes"]:
                 return
+            trail = Trail((str(name), int(size), str(digest)) for name, size, digest in record["marks"])
             self._bytes, self.position = int(record["bytes"]), int(record["position"])
-            self.facts, self.complete = dict(record["facts"]), bool(record["complete"])
+            self.facts, self.complete, self.trail = dict(record["facts"]), bool(record["complete"]), trail
         except (FarstateError, FileNotFoundError, KeyError, TypeError, ValueError):
             return
