@@ -33,7 +33,7 @@ demo: env
 	@echo "The page: $(CURDIR)/reports/fig5.html"
 
 test: env gates
-	pytest -n $(JOBS) --dist loadgroup --durations 30 --durations-min 5
+	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 30 --durations-min 5
 
 gates: env
 	ruff check .

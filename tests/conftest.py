@@ -24,6 +24,14 @@ if not torch.cuda.is_available():
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+# Files whose tests run pipelines, the longest first: the two workers of a run, which take file after file, then end at about the same time.
+_LONGEST = ("test_workflow.py", "test_dvc.py", "test_slurm.py", "test_faults.py", "test_distributed.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _LONGEST.index(item.path.name) if item.path.name in _LONGEST else len(_LONGEST))
+
+
 def environment(clone: Path, **extra: str) -> dict[str, str]:
     """The environment of a command run in `clone`: its own source first, no profile or cache of the caller's."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SNAKEMAKE_", "FARSTATE_", "OMP_NUM"))}

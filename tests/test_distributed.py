@@ -42,8 +42,6 @@ from model_checks import random_model
 from test_architectures import config
 from test_trainer import store_folder  # noqa: F401 (a fixture)
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 # Of float64 results; measured 2e-14.
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -292,7 +290,9 @@ def test_a_killed_process_ends_all(last_words: str) -> None:
     said = [
         line for line in last_words.splitlines() if line.startswith("farstate: another of the 2 processes of this training ended")
     ]
-    assert len(said) == 1, last_words[-4000:]
+    # torchrun may end the other before it has noticed; then its own table says which was killed.
+    ended_by_torchrun = "Signal 9 (SIGKILL)" in last_words and "Signal 15 (SIGTERM)" in last_words
+    assert len(said) == 1 or (not said and ended_by_torchrun), last_words[-4000:]
 
 
 def test_what_a_killed_process_left_goes_on(folder: Path, facts: dict[str, Any]) -> None:

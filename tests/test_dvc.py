@@ -25,7 +25,7 @@ from farstate.sources import read_lock
 from farstate.summary import OF_AN_ARM, write_summary
 from test_workflow import edit, planned, record_of, weights
 
-pytestmark = [pytest.mark.workflow, pytest.mark.xdist_group("workflow")]
+pytestmark = pytest.mark.workflow
 
 RETRAINED = {"posttrain": 1, "perplexity": 1, "compare": 1, "report": 1}
 LOUDER = {"posttrain": {"arms": {"random_noise": {"sigma": 0.5}}}}

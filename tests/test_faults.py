@@ -26,7 +26,7 @@ from farstate.sources import read_lock
 from farstate.stages import Stage
 from test_workflow import planned, record_of, weights
 
-pytestmark = [pytest.mark.workflow, pytest.mark.xdist_group("workflow")]
+pytestmark = pytest.mark.workflow
 
 
 def flip(path: Path, place: float = 0.5) -> None:
@@ -262,8 +262,8 @@ def test_a_success_that_left_something_undone(finished_clone: Path, tmp_path: Pa
     for targets in ([], ["reports/fig5.html"], ["posttrained"], ["results/posttrain"]):
         plan.refuse_incomplete(finished_clone, targets)
     directory = plan.of(rule="posttrain")[0].directory
-    for targets, absent in (([], "results"), (["posttrained"], directory), ([f"{directory}/manifest.json"], directory)):
+    for targets in ([], ["posttrained"], [f"{directory}/manifest.json"]):
         with pytest.raises(
-            FarstateError, match=f"{absent}.*: asked for, not made, and no job failed; run the same command again"
+            FarstateError, match=r"^results/.* more: asked for, not made, and no job failed; run the same command again"
         ):
             plan.refuse_incomplete(tmp_path, targets)

@@ -26,7 +26,7 @@ from farstate.params import merge
 sys.path.insert(0, str(REPOSITORY / "tests/slurm"))
 import cluster
 
-pytestmark = [pytest.mark.workflow, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.workflow
 
 FIGURE = {"models": ["tiny"], "steps": None, "seeds": None, "length": None}
 PARAMETERS = {

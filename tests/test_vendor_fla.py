@@ -19,7 +19,6 @@ from test_vendor_mamba_ssm import agrees, interpreted
 
 pytestmark = [
     pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed"),
-    pytest.mark.xdist_group("fla"),
 ]
 
 TOLERANCE = 2e-5

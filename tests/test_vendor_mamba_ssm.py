@@ -18,7 +18,6 @@ from farstate.ops.vendors import mamba_ssm
 
 pytestmark = [
     pytest.mark.skipif(find_spec("mamba_ssm") is None, reason="mamba-ssm is not installed"),
-    pytest.mark.xdist_group("mamba_ssm"),
 ]
 
 TOLERANCE = 5e-6

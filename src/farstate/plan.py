@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -575,8 +576,8 @@ class Plan:
     def write_pages(self, root: Path) -> None:
         """Write each page's small manifest, and date it before a page that already shows what it asks for, else after it.
 
-        A pulled page has any time stamp, a page made under another clock one that lies ahead, and Snakemake remembers when a
-        job began that has long been superseded; so the dates are the longest ago that a file can have, and beyond the page's.
+        A pulled page has any time stamp, and Snakemake remembers when a job began that has long been superseded; so the date
+        is the longest ago that a file can have.
         """
         for page in self.pages.values():
             path = root / page.manifest
@@ -587,9 +588,20 @@ class Plan:
                 if path.stat().st_mtime > _LONG_AGO:
                     os.utime(path, (_LONG_AGO, _LONG_AGO))
             else:
-                dates = [(root / file).stat().st_mtime for file in page.outputs.values() if (root / file).exists()]
-                date = max([time.time(), *(date + 10 for date in dates)])
-                os.utime(path, (date, date))
+                os.utime(path)
+
+    def date_back(self, root: Path) -> None:
+        """Give files that are dated in the future, as a clock set wrong leaves them, the present date.
+
+        Snakemake takes a job whose output is older than its input for failed, when it is done.
+        """
+        now = time.time()
+        outputs = [path for stage in self.stages.values() for path in stage.outputs]
+        outputs += [path for page in self.pages.values() for path in page.outputs.values()]
+        for path in outputs:
+            with suppress(FileNotFoundError, PermissionError):
+                if (root / path).stat().st_mtime > now:
+                    os.utime(root / path, (now, now))
 
     def restore(self, root: Path) -> list[str]:
         """Rename wanted results back out of `.superseded/`, in place of unfinished ones; returns their directories."""

@@ -25,8 +25,16 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], m
     owned = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic_path(path) as temporary:
         save_file(owned, temporary, metadata=metadata)
+        os.chmod(temporary, 0o666 & ~_umask())  # the library keeps what it writes to the owner alone
         if metadata and len(metadata) > 1:
             _sort_header(temporary)
+
+
+def _umask() -> int:
+    """What this process takes from the permissions of new files; it can be read by setting it only."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def _sort_header(path: Path) -> None:

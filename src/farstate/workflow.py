@@ -73,6 +73,7 @@ def open_plan(
             _only_main_process(root)
         if main:
             plan.restore(root)
+            plan.date_back(root)
             plan.write_records(root)
             plan.write_pages(root)
     except OSError as error:
