@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -267,3 +268,14 @@ def test_a_success_that_left_something_undone(finished_clone: Path, tmp_path: Pa
             FarstateError, match=r"^results/.* more: asked for, not made, and no job failed; run the same command again"
         ):
             plan.refuse_incomplete(tmp_path, targets)
+
+
+def test_kills_are_recorded_where_the_documentation_says() -> None:
+    """docs/reliability.md shows what `make faults` last recorded."""
+    root = REPOSITORY
+    record = json.loads((root / "docs/faults.json").read_text())
+    text = (root / "docs/reliability.md").read_text()
+    assert record["differ"] == []
+    assert len(record["kills"]) >= 20
+    assert record["inside_training"] >= 12
+    assert re.search(rf"seed {record['seed']}\b.*{len(record['kills'])} kills.*{record['inside_training']} inside", text, re.S)

@@ -110,6 +110,7 @@ def write_manifest(directory: str | os.PathLike[str], contents: dict[str, Any], 
     root = Path(directory)
     listing = {name: {"bytes": (root / name).stat().st_size, "sha256": sha256_file(root / name)} for name in sorted(files)}
     told = json.loads(json.dumps({**contents, "files": listing}))  # as it is read again: keys are strings, lists are lists
+    told.pop(_OWN_CHECKSUM, None)  # of a manifest whose contents are written again
     write_json(root / MANIFEST, {**told, _OWN_CHECKSUM: _digest(told)})
 
 
