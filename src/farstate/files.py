@@ -116,7 +116,9 @@ def write_manifest(directory: str | os.PathLike[str], contents: dict[str, Any], 
 
 def _is_whole(manifest: Any) -> bool:
     """Whether a manifest has the form of one and, where it holds its own checksum, the content."""
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict) or not manifest["files"]:
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        return False
+    if not manifest["files"] and _OWN_CHECKSUM not in manifest:
         return False
     for record in manifest["files"].values():
         if not isinstance(record, dict) or not isinstance(record.get("bytes"), int):
