@@ -22,6 +22,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# Real data that no package delivers; tests that read them are skipped where they are absent.
+SHARED = Path(os.environ.get("FARSTATE_SHARED", REPOSITORY.parent / "shared"))
 
 
 # Files whose tests run pipelines, the longest first: the two workers of a run, which take file after file, then end at about the same time.

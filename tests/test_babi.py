@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import tarfile
 from collections import Counter
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import SHARED
 from farstate.errors import FarstateError
 from farstate.params import BABILONG_TASKS
 from farstate.tasks.babi.parse import Question, questions
@@ -23,7 +23,6 @@ from farstate.tasks.babi.solver import solve
 from farstate.tasks.babi.world import Story, story
 from farstate.tasks.labels import TASKS, chance, labels, lenient, strict
 
-SHARED = Path(os.environ.get("FARSTATE_SHARED", Path(__file__).parents[2] / "shared"))
 ARCHIVE = SHARED / "data" / "babi_en_qa1-10.tar.xz"
 published = pytest.mark.skipif(not ARCHIVE.is_file(), reason=f"the published data are not here ({ARCHIVE})")
 

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from conftest import SHARED
 from farstate.corpus import documents as documents_module
 from farstate.corpus import records as records_module
 from farstate.corpus.documents import SCHEMA, split_of, write_documents
@@ -42,7 +43,6 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".bz2": bz2.compress,
     ".zst": lambda data: zstandard.ZstdCompressor().compress(data),
 }
-SHARED = Path(os.environ.get("FARSTATE_SHARED", Path(__file__).parents[2] / "shared"))
 
 
 def run(
@@ -399,24 +399,18 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     assert float(done.stdout) < 50, "MiB more for 100 MB more text"
 
 
-KILLED = """
-import os, signal, sys
+KILLED = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
+from deadly import kill_at
 from farstate.corpus import documents, spool
 from farstate.params import Corpus, Source
 output, path, step, left, limit = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
 documents._GROUP_BYTES = 600
 spool._COMMIT_SECONDS = 0.0
-def deadly(function):
-    def wrapped(*arguments, **named):
-        global left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*arguments, **named)
-    return wrapped
 where = documents if step == "write_manifest" else spool.Spool
-setattr(where, step, deadly(getattr(where, step)))
+kill_at(where, step, left)
 source = Source(name="it", files=str(path), limit_documents=limit or None)
 documents.write_documents(source, Corpus(sources=(source,), damaged_records="skip", minimum_bytes=20), output, files=[path])
 """

@@ -16,6 +16,7 @@ import yaml
 import zstandard
 from typer.testing import CliRunner
 
+from conftest import SHARED
 from farstate.cli import app
 from farstate.corpus.readers import ShuffledWindows
 from farstate.corpus.store import TokenStore
@@ -25,7 +26,6 @@ from farstate.plan import Plan
 from farstate.sources import read_lock
 
 ROOT = Path(__file__).parents[1]
-SHARED = Path(os.environ.get("FARSTATE_SHARED", ROOT.parent / "shared"))
 SAMPLE = SHARED / "data" / "pile_test_sample_small.jsonl.zst"
 pytestmark = pytest.mark.skipif(not SAMPLE.is_file(), reason=f"no Pile sample: {SAMPLE} is absent")
 STAGES = ("documents", "tokenizer", "tokens", "store")

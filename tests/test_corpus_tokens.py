@@ -67,24 +67,18 @@ def test_tokens_and_index(inputs: tuple[Path, Path], tmp_path: Path, dtype: str,
     assert sorted(contents(output)) == ["index.parquet", MANIFEST, "tokens.bin"]
 
 
-KILLED = """
-import os, signal, sys
+KILLED = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
+from deadly import kill_at
 from farstate.corpus import tokens
 from farstate.params import Store
 documents, tokenizer, output = map(Path, sys.argv[1:4])
 step, left = sys.argv[4], int(sys.argv[5])
 tokens._BATCH_BYTES = 700
-def deadly(function):
-    def wrapped(*arguments, **named):
-        global left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*arguments, **named)
-    return wrapped
 where = tokens if step in ("_write_index", "write_manifest") else tokens._Scratch
-setattr(where, step, deadly(getattr(where, step)))
+kill_at(where, step, left)
 tokens.write_tokens(documents, tokenizer, Store(), 300, output)
 """
 

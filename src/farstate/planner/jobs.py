@@ -81,7 +81,7 @@ def estimate(stage: Stage, settings: Settings, device: Device, root: Path) -> Jo
     Of an architecture that the planner has no formulas for, as of a checkpoint of unknown sizes, only the tokens are known.
     """
     config = config_of(stage, root)
-    trains = stage.rule in TRAININGS
+    trains = _trains(stage)
     # A training may run over several processes; a measurement never does.
     devices = settings.distributed.processes * settings.distributed.nodes if trains else 1
     tokens, refused = _tokens(stage), _refused(stage, settings, devices)
@@ -164,7 +164,7 @@ def _section(stage: Stage) -> dict[str, Any]:
 
 
 def _precision(stage: Stage) -> str:
-    if stage.rule in TRAININGS:
+    if _trains(stage):
         return str(_recipe(stage)["precision"])
     return str(_section(stage).get("precision") or stage.params.get("precision", "float32"))
 
@@ -192,7 +192,7 @@ def _tokens(stage: Stage) -> int | None:
 
 
 def _flops_per_token(stage: Stage, config: Config, settings: Settings) -> float:
-    if stage.rule in TRAININGS:
+    if _trains(stage):
         recomputes = settings.distributed.activation_checkpointing
         return training_flops(config, stage.params["context"], recomputes=recomputes)
     return forward_flops(config, _section(stage).get("length", settings.evaluation_segment))
