@@ -49,7 +49,7 @@ def environment(clone: Path, **extra: str) -> dict[str, str]:
     }
 
 
-def run(clone: Path, *command: str, check: bool = True, timeout: float = 300, **extra: str) -> subprocess.CompletedProcess[str]:
+def run(clone: Path, *command: str, check: bool = True, timeout: float = 1200, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run a command in `clone` as a user would; its output, both streams together, in `stdout`."""
     done = subprocess.run(
         command,
@@ -92,7 +92,7 @@ def make_clone(target: Path) -> Path:
 def finished_clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone in which `snakemake` ran to the end on the test configuration."""
     clone = make_clone(tmp_path_factory.mktemp("finished") / "clone")
-    run(clone, "snakemake", timeout=600)
+    run(clone, "snakemake")
     return clone
 
 

@@ -53,7 +53,7 @@ def test_7_a_run_killed_three_times_ends_as_the_undisturbed_one(finished_clone: 
         with faults.started(clone) as process:
             assert faults.wait_for(process, clone, stages, delay, scratch), (clone / "run.log").read_text()[-3000:]
             faults.kill(process, clone)
-    done = run(clone, "snakemake", timeout=600)
+    done = run(clone, "snakemake", timeout=1200)
     log = (clone / "run.log").read_text() + done.stdout
     assert "pretrain goes on after step" in log
     assert "posttrain goes on after step" in log
@@ -121,7 +121,7 @@ def test_two_trainings_at_once_without_locks(finished_clone: Path, tmp_path: Pat
         subprocess.Popen(command, cwd=clone, env=environment(clone), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for _ in range(2)
     ]
-    told = [process.communicate(timeout=300)[0] for process in both]
+    told = [process.communicate(timeout=900)[0] for process in both]
     assert 0 in [process.returncode for process in both], told
     for process, text in zip(both, told, strict=True):
         assert process.returncode == 0 or "Traceback" not in text, text
@@ -145,7 +145,7 @@ def test_two_clones_that_fill_one_cache_at_once(finished_clone: Path, tmp_path: 
             )
         )  # fmt: skip
     for process in running:
-        told = process.communicate(timeout=300)[0]
+        told = process.communicate(timeout=900)[0]
         assert process.returncode == 0, told[-3000:]
     for clone in clones:
         assert weights(clone, "pretrain") == weights(finished_clone, "pretrain")

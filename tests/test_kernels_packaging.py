@@ -92,7 +92,7 @@ def test_a_failed_compilation_says_why() -> None:
 def gpu_script(*arguments: str, visible: str | None = None) -> subprocess.CompletedProcess[str]:
     environment = os.environ if visible is None else {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
     command = [sys.executable, str(REPOSITORY / "benchmarks/gpu.py"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
 
 
 def test_the_gpu_script_says_in_one_line_that_there_is_no_gpu() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from farstate.models.config import Config
-from farstate.models.parts import LayerNorm, RMSNorm, draw_normal, draw_uniform, linear
+from farstate.models.parts import LayerNorm, RMSNorm, draw_normal, draw_uniform, embedding, linear
 from farstate.models.registry import Block, build_block
 from farstate.state import LayerState, State
 
@@ -21,8 +21,7 @@ class Backbone(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        device = torch.get_default_device()
-        self.embedding: nn.Embedding = nn.utils.skip_init(nn.Embedding, config.padded_vocabulary, config.width, device=device)
+        self.embedding = embedding(config.padded_vocabulary, config.width)
         self.layers = nn.ModuleList(build_block(config, layer) for layer in range(config.layers))
         norm = LayerNorm if config.final_norm == "layer" else RMSNorm
         self.norm_f = norm(config.width, config.norm_epsilon)

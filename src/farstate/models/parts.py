@@ -67,17 +67,29 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class _Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """Draw nothing. (`nn.utils.skip_init` does the same by way of torch's meta device, whose first use loads 4 s of modules.)"""
+
+
+class _Conv1d(nn.Conv1d):
+    def reset_parameters(self) -> None:
+        """Draw nothing."""
+
+
+def embedding(entries: int, width: int) -> nn.Embedding:
+    """A table that is not yet drawn: nothing is ever drawn from torch's global generator."""
+    return nn.Embedding(entries, width, _weight=torch.empty(entries, width))
+
+
 def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
-    """A layer whose parameters are not yet drawn: nothing is ever drawn from torch's global generator."""
-    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=torch.get_default_device())
-    return layer
+    """A layer whose parameters are not yet drawn."""
+    return _Linear(inputs, outputs, bias=bias)
 
 
 def short_convolution(channels: int, width: int, bias: bool = False) -> nn.Conv1d:
-    """Holds the taps of a depthwise convolution, (channels, 1, width)."""
-    device = torch.get_default_device()
-    layer: nn.Conv1d = nn.utils.skip_init(nn.Conv1d, channels, channels, width, groups=channels, bias=bias, device=device)
-    return layer
+    """Holds the taps of a depthwise convolution, (channels, 1, width), not yet drawn."""
+    return _Conv1d(channels, channels, width, groups=channels, bias=bias)
 
 
 def draw_uniform(parameter: Tensor, low: float, high: float, generator: torch.Generator) -> None:

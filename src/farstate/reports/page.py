@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from farstate.reports.figures import About
 from farstate.reports.theme import ArmStyle, Spec, colour_on
 
 MAXIMUM_BYTES = 2_500_000
+_KEPT = Path(".farstate/libraries")
 OUTPUTS = ("html", "svg", "png", "json", "parquet")
 PNG_SCALE = 2.0
 
@@ -155,9 +156,17 @@ _OUTLINES = {
 
 @functools.lru_cache(maxsize=1)
 def _libraries() -> str:
-    """vega, vega-lite and vega-embed as one script that sets `window.vegaEmbed`."""
-    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    return bundle.replace("</script", "<\\/script")
+    """vega, vega-lite and vega-embed as one script that sets `window.vegaEmbed`.
+
+    Putting it together takes 3 s and depends on nothing but the library's version: a project's pages share it.
+    """
+    kept = _KEPT / f"vega-{metadata.version('vl-convert-python')}.js"
+    if kept.is_file():
+        return kept.read_text(encoding="utf-8")
+    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script")
+    if _KEPT.parent.is_dir():
+        write_text(kept, bundle)
+    return bundle
 
 
 def _resource(name: str) -> str:
