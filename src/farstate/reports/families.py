@@ -16,7 +16,7 @@ from typing import Any
 import polars
 
 from farstate.errors import FarstateError
-from farstate.reports import charts, family_text, page, summary_charts, text
+from farstate.reports import agreement, charts, family_text, page, summary_charts, text
 from farstate.reports.charts import METRICS, Metric, Panel, Row
 from farstate.reports.context import Context, Series, read_context
 from farstate.reports.family_text import Item
@@ -521,6 +521,25 @@ def _findings(family: str, group: Group, styles: Sequence[ArmStyle], differences
     return family_text.cost(group.title, _settings(group, styles, controls=False), references.get(BASE), FREE)
 
 
+def _claims(about: About, card: Context, groups: Sequence[Group], differences: polars.DataFrame) -> list[agreement.Claim]:
+    """What the panels of the paper's architectures say to its figure."""
+    known = {group.name: card.models.get(group.items[0].row["model"]) for group in groups}
+    of_paper = [
+        group for group in groups if (model := known[group.name]) is not None and model.architecture in about.architectures
+    ]
+    found: list[agreement.Claim] = []
+    for group in of_paper or groups:
+        if about.family == "contexts":
+            found += agreement.of_contexts(group.title, group.items)
+        elif about.family == "snapshots":
+            found += agreement.of_snapshots(group.title, group.items)
+        elif about.family == "warmups":
+            found += agreement.of_warmups(group.title, _difference(differences, group.items[0], group.items[-1]).get(None))
+        else:
+            found += agreement.of_sigmas(group.title, group.items)
+    return found
+
+
 def _difference(table: polars.DataFrame, first: Item, last: Item) -> Mapping[int | None, text.Row]:
     """By seed (None: the mean) the far excess of the last minus that of the first, `difference` with its intervals."""
     found: dict[int | None, text.Row] = {}
@@ -701,8 +720,23 @@ def _page(
             }
         )
     every = [row for group in groups for row in [*(item.row for item in group.items), *group.references]]
+    leads = [section["headline"] for section in sections]
+    judgement = (
+        agreement.ours(leads)
+        if about.family == "cost"
+        else agreement.judge(_claims(about, card, groups, differences), scale=card.scale)
+    )
     return page.render(
         "families.html.j2",
+        record=agreement.record(
+            about,
+            card,
+            keys,
+            judgement,
+            leads,
+            verdicts=every,
+            said=[(section["title"], section["findings"]) for section in sections],
+        ),
         title=card.titled(about.title),
         about=about,
         kind=kind,

@@ -18,7 +18,7 @@ import polars
 from farstate.errors import FarstateError
 from farstate.files import read_manifest
 from farstate.reference import paper_points
-from farstate.reports import charts, page, remembrance_charts, remembrance_text, text
+from farstate.reports import agreement, charts, page, remembrance_charts, remembrance_text, text
 from farstate.reports.charts import Row
 from farstate.reports.context import Context, ModelCard, read_context
 from farstate.reports.figures import About
@@ -82,6 +82,14 @@ def draw(
         about=about,
         card=card,
         keys=json.dumps(dict(keys), sort_keys=True, ensure_ascii=False),
+        record=agreement.record(
+            about,
+            card,
+            keys,
+            agreement.judge(_claims(about, tables, card, models, styles), compared := _compared(panels), card.scale),
+            [each["headline"] for each in parts.words["sections"]],
+            compared=compared,
+        ),
         legend=styles,
         drawings=page.group(output, parts.charts, remembrance_charts.extents(panels), [style.name for style in styles]),
         siblings={name: output[name].name for name in OUTPUTS if name != "html"},
@@ -93,10 +101,11 @@ def draw(
     page.write(output, html, specification, drawn, "lower remembrance.starts_per_octave or the number of models")
 
 
-def section(directories: Sequence[Path], card: Context, styles: Sequence[ArmStyle]) -> Section:
+def section(about: About, directories: Sequence[Path], card: Context, styles: Sequence[ArmStyle]) -> Section:
     """The part of a page of perplexity that says what is remembered, in total variation.
 
     Args:
+        about: what the page's figure asks.
         directories: one, with the `remembrance.parquet` of a comparison.
         card: what the page says of its models.
         styles: of the page's arms.
@@ -126,7 +135,33 @@ def section(directories: Sequence[Path], card: Context, styles: Sequence[ArmStyl
         charts=parts.charts,
         extents=remembrance_charts.extents(panels),
         sheet=sheet,
+        leads=[each["headline"] for each in parts.words["sections"]],
+        claims=_claims(about, tables, card, models, shown),
+        compared=_compared(panels),
     )
+
+
+def _claims(
+    about: About, tables: _Tables, card: Context, models: Sequence[str], styles: Sequence[ArmStyle]
+) -> list[agreement.Claim]:
+    """What the models of the paper's architectures say to its figure, by every distance where the page shows all."""
+    of_paper = [model for model in models if card.models[model].architecture in about.architectures] or models
+    return [
+        claim
+        for model in of_paper
+        for claim in agreement.of_remembrance(
+            card.models[model].label, _arms(tables, model, styles), all_distances=about.draws == "remembrance"
+        )
+    ]
+
+
+def _compared(panels: Sequence[Panel]) -> list[agreement.Compared]:
+    return [
+        one
+        for panel in panels
+        if panel.measure.name == "total_variation"
+        for one in agreement.compare(f"EffRem of {panel.title}", panel.rows, "start", ours="single")
+    ]
 
 
 # Reading ---------------------------------------------------------------------------------------------------

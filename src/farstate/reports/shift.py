@@ -15,7 +15,7 @@ import polars
 
 from farstate.errors import FarstateError
 from farstate.files import read_manifest
-from farstate.reports import charts, page, shift_charts, shift_text, text
+from farstate.reports import agreement, charts, page, shift_charts, shift_text, text
 from farstate.reports.charts import Row
 from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
@@ -74,6 +74,21 @@ def draw(
     specification = _sheet(about, card, sheet)
     html = page.render(
         "shift.html.j2",
+        record=agreement.record(
+            about,
+            card,
+            keys,
+            agreement.ours(leads := [section["headline"] for section in sections]),
+            [
+                *leads,
+                *(
+                    f"{section['card'].label}: {finding.topic} {finding.text}"
+                    for section in sections
+                    for finding in section["findings"]
+                    if finding.topic.startswith("Does it explain")
+                ),
+            ],
+        ),
         title=card.titled(about.title),
         about=about,
         card=card,

@@ -18,7 +18,7 @@ import polars
 from farstate.errors import FarstateError
 from farstate.files import read_manifest
 from farstate.reference import paper_points
-from farstate.reports import charts, page, state_charts, state_text, text
+from farstate.reports import agreement, charts, page, state_charts, state_text, text
 from farstate.reports.charts import Metric, Panel, Row
 from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
@@ -367,7 +367,7 @@ def _page(
                 "broken": broken(panel),
             }
             figures.append(figure)
-        summary = {record["arm"]: record for record in manifest["summary"] if record["model"] == model and record["seed"] is None}
+        summary = _summary(manifest, model)
         rows = _head_rows(heads, model, styles)
         section: dict[str, Any] = {
             "name": model,
@@ -391,8 +391,27 @@ def _page(
         section["findings"] += _remark(about, card, model, summary)
         section["few"] = _few(about, heads, model, of_model[model])
         sections.append(section)
+    of_paper = [name for name in models if card.models[name].architecture in about.architectures] or models
+    rule = agreement.of_states if about.family == "whole" else agreement.of_heads
+    claims = [claim for name in of_paper for claim in rule(card.models[name].label, _summary(manifest, name))]
+    compared = [
+        one
+        for model in models
+        for drawn in of_model[model]
+        if drawn.panel.metric.name == "std"
+        for one in agreement.compare(f"std of {drawn.panel.title}", drawn.panel.rows, "position")
+    ]
     return page.render(
         "states.html.j2",
+        record=agreement.record(
+            about,
+            card,
+            keys,
+            agreement.judge(claims, compared, card.scale),
+            [section["headline"] for section in sections],
+            compared=compared,
+            remark=state_text.PAPER_WHOLE if about.family == "whole" else state_text.PAPER_HEADS,
+        ),
         title=card.titled(about.title),
         about=about,
         family=about.family,
@@ -414,6 +433,11 @@ def _page(
         ),
         channels=text.listing([card.models[name].label for name in models if card.models[name].architecture == "mamba1"]),
     )
+
+
+def _summary(manifest: Mapping[str, Any], model: str) -> dict[str, Row]:
+    """By arm what the comparison says of a model, over all seeds."""
+    return {record["arm"]: record for record in manifest["summary"] if record["model"] == model and record["seed"] is None}
 
 
 def _head_drawings(
