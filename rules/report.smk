@@ -1,7 +1,7 @@
 # Reports: pages that read offline. A figure reads tables and computes no science.
 #
 # Inputs:  results/evaluate/<figure>-<key>/ (params: report), and a small file with the keys that the page must show
-# Outputs: reports/<figure>.html and, beside it, .svg .png .json .parquet .csv
+# Outputs: reports/<figure>.html and, beside it, .svg .png .json .parquet .csv; reports/index.{html,json,csv}
 
 
 rule report:
@@ -29,7 +29,29 @@ rule report:
         "farstate report {input.wanted:q} --output reports 2>&1 | tee {log:q}"
 
 
+rule index:
+    """What was asked, what was found, how sure it is: one page, made of the finished ones."""
+    input:
+        wanted=PLAN.index.manifest,
+        pages=[ancient(page.outputs["html"]) for page in PLAN.pages.values()],
+    output:
+        **INDEX,
+    log:
+        "logs/reports/index.log",
+    benchmark:
+        "logs/benchmarks/reports/index.tsv"
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime=15,
+    message:
+        "Putting all results on one page"
+    shell:
+        "farstate index {input.wanted:q} --output reports 2>&1 | tee {log:q}"
+
+
 rule reports:
-    """Every page."""
+    """Every page, and the one of all results."""
     input:
         PAGES,
+        INDEX.values(),

@@ -731,6 +731,17 @@ def report(
 
 
 @app.command()
+def index(
+    wanted: Annotated[Path, typer.Argument(help="its small manifest, `.farstate/pages/index-<digest>.json`", show_default=False)],
+    output: Annotated[Path, typer.Option(help="folder of the finished pages, and of the page of all results")] = Path("reports"),
+) -> None:
+    """Put all finished pages on one, `index.html`, with their records as json and csv."""
+    from farstate.reports.index import index_stage
+
+    index_stage(read_json(wanted), output)
+
+
+@app.command()
 def register(
     params: Annotated[
         list[Path] | None, typer.Option("--params", help="parameter files whose outside inputs are registered")
