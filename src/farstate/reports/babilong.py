@@ -48,8 +48,8 @@ def draw(
         cases = [_way(scores, card, model, way, names, styles, panels) for way in ways]
         sections.append(
             {
+                **{"name": model, "card": card.models[model], "cases": cases, "broken": tasks.broken(scores, model, styles)},
                 "claims": [claim for case in cases for claim in case["claims"]],
-                **{"card": card.models[model], "cases": cases, "broken": tasks.broken(scores, model, styles)},
                 "paper": any(row["kind"] == "paper" for case in cases for panel in case["panels"] for row in panel.rows),
             }
         )
@@ -92,7 +92,7 @@ def draw(
         guesses=_guesses(scores, names),
         published=card.tasks.get("published"),
         tables=[(card.models[panel.model].label, tasks.data_table(panel, styles, panel.axis)) for panel in panels if panel.rows],
-        drawings={"charts": drawings, "extents": ranges, "arms": [style.name for style in styles]},
+        drawings=page.group(output, drawings, ranges, [style.name for style in styles]),
     )
     lines = [
         f"{text.listing([section['card'].label for section in sections])}. {card.budget}".strip(),

@@ -50,7 +50,7 @@ def draw(
         panels += mine
         sections.append(
             {
-                **{"card": card.models[model], "panels": mine, "broken": tasks.broken(scores, model, styles)},
+                **{"name": model, "card": card.models[model], "panels": mine, "broken": tasks.broken(scores, model, styles)},
                 "claims": agreement.of_letters(case),
                 **{"headline": task_text.copying_headline(case), "findings": task_text.copying_findings(case)},
                 **{"lines": _lines(scores, model, case), "trained": case.train_length},
@@ -82,7 +82,7 @@ def draw(
         trained=_trained(card),
         interval=scores.interval,
         tables=[(card.models[panel.model].label, tasks.data_table(panel, styles, panel.axis)) for panel in panels if panel.rows],
-        drawings={"charts": drawings, "extents": ranges, "arms": [style.name for style in styles]},
+        drawings=page.group(output, drawings, ranges, [style.name for style in styles]),
     )
     lines = [
         f"{text.listing([section['card'].label for section in sections])}. {card.budget}".strip(),

@@ -201,7 +201,9 @@ def _page(
             panel = mine[metric.name]
             spec = charts.screen_panel(panel, [*styles, RESET_STYLE], charts.joined(ranges.get(metric.name, {}), "near"))
             figures.append(
-                add_drawing(drawings, f"{metric.name}-{number}", metric.name, spec, charts.columns(panel.rows, CURVE_FIELDS))
+                add_drawing(
+                    drawings, f"{metric.name}-{number}", metric.name, model, spec, charts.columns(panel.rows, CURVE_FIELDS)
+                )
             )
             figures[-1] |= {
                 "metric": metric.name,
@@ -212,7 +214,7 @@ def _page(
         age_rows = _age_rows(ages, model, styles)
         if any(row["age"] > 0 for row in age_rows):
             spec = charts.ages_panel(mine["ppl"], styles)
-            figures.insert(1, add_drawing(drawings, f"ages-{number}", "ages", spec, charts.columns(age_rows, AGE_FIELDS)))
+            figures.insert(1, add_drawing(drawings, f"ages-{number}", "ages", model, spec, charts.columns(age_rows, AGE_FIELDS)))
             figures[1] |= {
                 "metric": "ages",
                 "title": "States met in training: share at least this old",
@@ -222,6 +224,7 @@ def _page(
         length = mine["ppl"].length
         sections.append(
             {
+                "name": model,
                 "card": card.models[model],
                 "figures": figures,
                 "headline": text.headline(card.models[model].label, overall, shown_names),
@@ -281,7 +284,7 @@ def _page(
         styles=by_name,
         legend=[by_name[name] for name in names],
         reset_label=RESET_LABEL if has_reset else None,
-        drawings={"charts": drawings, "extents": ranges, "arms": [*names, *([RESET] if has_reset else [])]},
+        drawings=page.group(output, drawings, ranges, [*names, *([RESET] if has_reset else [])]),
         siblings={name: output[name].name for name in OUTPUTS if name != "html"},
         has_paper=any(row["kind"] == "paper" for panel in panels for row in panel.rows),
         has_control="control" in arms_seen,

@@ -665,20 +665,22 @@ def _page(
     for number, group in enumerate(groups):
         mine = {panel.metric.name: panel for panel in panels if panel.model == group.name}
         figures: list[dict[str, Any]] = []
+        names_of_models = {item.row["model"] for item in group.items}
+        only = names_of_models.pop() if len(names_of_models) == 1 else ""  # where the trainings are varied, each is a model
         for metric in kind.metrics:
             panel = mine[metric.name]
             spec = charts.screen_panel(panel, styles, charts.joined(ranges.get(metric.name, {}), "near"))
             rows = charts.columns(panel.rows, CURVE_FIELDS)
             figures.append(
                 {
-                    **add_drawing(drawings, f"{metric.name}-{number}", metric.name, spec, rows),
+                    **add_drawing(drawings, f"{metric.name}-{number}", metric.name, only, spec, rows),
                     **{"title": metric.title, "text": described(panel, names), "broken": broken(panel)},
                 }
             )
         small: list[dict[str, Any]] = []
         for place, (axis, quantity, summary) in enumerate(summaries[group.name]):
             name = f"summary-{number}-{place}"
-            drawings.append(_chart(name, summary_charts.screen_summary(summary, styles), summary.rows))
+            drawings.append(_chart(name, only, summary_charts.screen_summary(summary, styles), summary.rows))
             small.append(
                 {
                     **{"id": name, "axis": axis, "broken": []},
@@ -697,7 +699,7 @@ def _page(
                 "short-context cost against base, nats",
                 "far excess (own windows), nats",
             )
-            drawings.append(_chart(name, spec, prices))
+            drawings.append(_chart(name, only, spec, prices))
             scatter = {
                 **{"id": name, "broken": []},
                 "title": "Every setting: what it leaves far out, and what it costs",
@@ -707,7 +709,7 @@ def _page(
         model = card.models.get(group.items[0].row["model"])
         sections.append(
             {
-                **{"title": group.title, "model": model, "size": card.sizes.get(group.items[0].row["model"])},
+                **{"name": only, "title": group.title, "model": model, "size": card.sizes.get(group.items[0].row["model"])},
                 **{"headline": headline, "findings": found, "figures": figures, "small": small, "scatter": scatter},
                 "axes": list(group.by_axis),
                 "rows": _verdict_rows(about.family, group, kind, styles),
@@ -745,16 +747,16 @@ def _page(
         certainty=_certainty(about.family, every),
         comparisons=text.comparisons(every),
         legend=styles,
-        drawings={"charts": drawings, "extents": ranges, "arms": list(names)},
+        drawings=page.group(output, drawings, ranges, list(names)),
         siblings={name: output[name].name for name in OUTPUTS if name != "html"},
         rows=drawn.height,
         free=FREE,
     )
 
 
-def _chart(name: str, spec: Spec, rows: Sequence[Row]) -> dict[str, Any]:
+def _chart(name: str, model: str, spec: Spec, rows: Sequence[Row]) -> dict[str, Any]:
     varying = [key for key in rows[0] if key not in ("arm", "label")] if rows else ["x"]
-    return {"id": name, "metric": "", "near": 1, "spec": spec, "curves": charts.columns(rows, varying)}
+    return {"id": name, "metric": "", "model": model, "near": 1, "spec": spec, "curves": charts.columns(rows, varying)}
 
 
 def _described(summary: Summary, title: str) -> str:

@@ -63,8 +63,8 @@ class Section:
 
     Attributes:
         html: the finished `<section>`.
-        charts: what the page's script draws in it: `id` of its element, `metric` (key of `extents`), `spec`, `curves`
-            (`farstate.reports.charts.columns`), and `near`, the first position of the closer view.
+        charts: what the page's script draws in it: `id` of its element, `metric` (key of `extents`), `model` (empty where it shows
+            several), `spec`, `curves` (`farstate.reports.charts.columns`), and `near`, the first position of the closer view.
         extents: by metric and arm, the ranges of the two views (`farstate.reports.charts.extents`).
         sheet: rows for the static figure, below those of the page.
         leads: a headline a model.
@@ -115,13 +115,39 @@ def write(output: Mapping[str, Path], html: str, specification: Spec, drawn: pol
     write_text(output["html"], html)
 
 
-def render(template: str, *, record: Mapping[str, Any] | None = None, **values: Any) -> str:
+def group(
+    output: Mapping[str, Path], charts: Sequence[Mapping[str, Any]], extents: Mapping[str, Any], arms: Sequence[str]
+) -> Spec:
+    """What the script of a figure's own page draws: one group, named after the figure; a page of several figures holds several.
+
+    Args:
+        output: the page's paths.
+        charts, extents: as in `Section`.
+        arms: what the legend picks among.
+    """
+    return {"groups": [{"name": output["html"].stem, "arms": list(arms), "extents": extents, "charts": list(charts)}]}
+
+
+def models_of(drawings: Spec, labels: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The models that the page's reader can pick among, with their labels: all that a chart is of, if they are several."""
+    names = list(dict.fromkeys(chart["model"] for group in drawings["groups"] for chart in group["charts"] if chart["model"]))
+    return [(name, labels.get(name, name)) for name in names] if len(names) > 1 else []
+
+
+def render(template: str, *, drawings: Spec, record: Mapping[str, Any] | None = None, **values: Any) -> str:
     """The page of `template` (a file in `templates/`), with style, script and chart libraries inlined.
 
-    `record`: what the page says, for machines (`farstate.reports.agreement.record`).
+    Args:
+        template: its name.
+        drawings: what the script draws (`group`).
+        record: what the page says, for machines (`farstate.reports.agreement.record`).
+        values: what the template needs; the labels of the models are taken from `card`, where there is one.
     """
     environment = _environment()
+    labels = {name: model.label for name, model in values["card"].models.items()} if "card" in values else {}
     return environment.get_template(template).render(
+        drawings=drawings,
+        models=models_of(drawings, labels),
         style=Markup(_resource("page.css")),
         script=Markup(_resource("page.js")),
         libraries=Markup(_libraries()),

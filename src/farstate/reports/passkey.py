@@ -70,7 +70,7 @@ def draw(
                 name = f"{kind}-{len(drawings)}"
                 drawings.append(
                     {
-                        **{"id": name, "metric": "", "near": 1, "spec": task_charts.screen_map(cells)},
+                        **{"id": name, "metric": "", "model": model, "near": 1, "spec": task_charts.screen_map(cells)},
                         "curves": charts.columns(cells.rows, FIELDS),
                     }
                 )
@@ -83,8 +83,8 @@ def draw(
             ways.append({"maps": maps, "figures": figures})
         sections.append(
             {
+                **{"name": model, "card": card.models[model], "ways": ways, "broken": tasks.broken(scores, model, styles)},
                 "claims": agreement.of_keys(case),
-                **{"card": card.models[model], "ways": ways, "broken": tasks.broken(scores, model, styles)},
                 **{"headline": task_text.passkey_headline(case), "findings": task_text.passkey_findings(case)},
                 **{
                     "paper": any("paper" in way["figures"] for way in ways),
@@ -122,7 +122,7 @@ def draw(
         interval=scores.interval,
         passing="state_passing" in {style.name for style in styles},
         tables=tables,
-        drawings={"charts": drawings, "extents": {}, "arms": []},
+        drawings=page.group(output, drawings, {}, []),
     )
     lines = [
         f"{text.listing([section['card'].label for section in sections])}. {card.budget}".strip(),

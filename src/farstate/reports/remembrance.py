@@ -91,11 +91,7 @@ def draw(
             compared=compared,
         ),
         legend=styles,
-        drawings={
-            "charts": parts.charts,
-            "extents": remembrance_charts.extents(panels),
-            "arms": [style.name for style in styles],
-        },
+        drawings=page.group(output, parts.charts, remembrance_charts.extents(panels), [style.name for style in styles]),
         siblings={name: output[name].name for name in OUTPUTS if name != "html"},
         rows=drawn.height,
         tables=[(card.models[panel.model].label, _data_table(panel, styles, tables.mean)) for panel in panels],
@@ -353,7 +349,7 @@ def _parts(
             limits = charts.joined(ranges.get(remembrance_charts.metric(panel.measure), {}), "all")
             drawings.append(
                 {
-                    **{"id": name, "metric": remembrance_charts.metric(panel.measure), "near": 1},
+                    **{"id": name, "metric": remembrance_charts.metric(panel.measure), "model": model, "near": 1},
                     "spec": remembrance_charts.screen_panel(panel, styles, limits),
                     "curves": charts.columns(panel.rows, FIELDS),
                 }
@@ -376,7 +372,12 @@ def _parts(
         ]
         sections.append(
             {
-                **{"card": card.models[model], "figures": figures, "paper": _paper(tables, card.models[model], mine)},
+                **{
+                    "name": model,
+                    "card": card.models[model],
+                    "figures": figures,
+                    "paper": _paper(tables, card.models[model], mine),
+                },
                 "headline": remembrance_text.headline(label, trained, arms),
                 "findings": remembrance_text.findings(arms, all_distances=all_distances),
                 "arms": [_line(arm, by_name) for arm in arms],

@@ -353,7 +353,12 @@ def _page(
             panel = one.panel
             spec = charts.screen_panel(panel, styles, charts.joined(ranges.get(panel.metric.name, {}), "near"))
             figure = add_drawing(
-                drawings, f"{panel.metric.name}-{number}", panel.metric.name, spec, charts.columns(panel.rows, CURVE_FIELDS)
+                drawings,
+                f"{panel.metric.name}-{number}",
+                panel.metric.name,
+                model,
+                spec,
+                charts.columns(panel.rows, CURVE_FIELDS),
             )
             figure |= {
                 "place": one.place,
@@ -365,6 +370,7 @@ def _page(
         summary = _summary(manifest, model)
         rows = _head_rows(heads, model, styles)
         section: dict[str, Any] = {
+            "name": model,
             "card": card.models[model],
             "figures": figures,
             "tables": [data_table(one.panel, styles, state_text.number, one.panel.metric.axis) for one in of_model[model]],
@@ -380,7 +386,7 @@ def _page(
             section["headline"], section["findings"] = state_text.heads(
                 card.models[model].label, summary, _overall(heads, model).to_dicts(), names
             )
-            section |= _head_drawings(number, rows, styles, drawings, card.models[model])
+            section |= _head_drawings(number, model, rows, styles, drawings, card.models[model])
             section["heads"] = _head_table(rows, styles)
         section["findings"] += _remark(about, card, model, summary)
         section["few"] = _few(about, heads, model, of_model[model])
@@ -417,7 +423,7 @@ def _page(
         certainty=state_text.certainty(manifest, [line for section in sections for line in section["lines"]]),
         legend=styles,
         styles={style.name: style for style in styles},
-        drawings={"charts": drawings, "extents": ranges, "arms": list(names)},
+        drawings=page.group(output, drawings, ranges, list(names)),
         siblings={name: output[name].name for name in OUTPUTS if name != "html"},
         has_paper=any(row["kind"] == "paper" for model in models for one in of_model[model] for row in one.panel.rows),
         has_control="control" in names,
@@ -435,7 +441,7 @@ def _summary(manifest: Mapping[str, Any], model: str) -> dict[str, Row]:
 
 
 def _head_drawings(
-    number: int, rows: Sequence[Row], styles: Sequence[ArmStyle], drawings: list[dict[str, Any]], card: Any
+    number: int, model: str, rows: Sequence[Row], styles: Sequence[ArmStyle], drawings: list[dict[str, Any]], card: Any
 ) -> dict[str, Any]:
     """The map of each arm, and the ranking."""
     limit = _limit(rows)
@@ -451,7 +457,10 @@ def _head_drawings(
             {"id": f"map-{place}-{number}", "title": f"{style.label}: drift by layer and head", "text": heading, "broken": []}
         )
         drawings.append(
-            {"id": maps[-1]["id"], "metric": "map", "near": 1, "spec": spec, "curves": charts.columns(mine, _VARYING)}
+            {
+                **{"id": maps[-1]["id"], "metric": "map", "model": model, "near": 1},
+                **{"spec": spec, "curves": charts.columns(mine, _VARYING)},
+            }
         )
     found: dict[str, Any] = {"maps": maps}
     if ranked := _ranked(rows):
@@ -467,11 +476,8 @@ def _head_drawings(
         found["ranked"] = heads
         drawings.append(
             {
-                "id": found["ranking"]["id"],
-                "metric": "ranking",
-                "near": 1,
-                "spec": spec,
-                "curves": charts.columns(ranked, _VARYING),
+                **{"id": found["ranking"]["id"], "metric": "ranking", "model": model, "near": 1},
+                **{"spec": spec, "curves": charts.columns(ranked, _VARYING)},
             }
         )
     return found
