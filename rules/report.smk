@@ -9,8 +9,20 @@ rule report:
     input:
         unpack(page_inputs),
     output:
-        html="reports/{figure}.html",
-        svg="reports/{figure}.svg",
+        html=report(
+            "reports/{figure}.html",
+            caption="../workflow/report/page.rst",
+            category="Figures",
+            subcategory="{figure}",
+            labels={"figure": "{figure}", "what": "page"},
+        ),
+        svg=report(
+            "reports/{figure}.svg",
+            caption="../workflow/report/picture.rst",
+            category="Figures",
+            subcategory="{figure}",
+            labels={"figure": "{figure}", "what": "picture"},
+        ),
         png="reports/{figure}.png",
         spec="reports/{figure}.json",
         table="reports/{figure}.parquet",
@@ -35,7 +47,14 @@ rule index:
         wanted=PLAN.index.manifest,
         pages=[ancient(page.outputs["html"]) for page in PLAN.pages.values()],
     output:
-        **INDEX,
+        html=report(
+            INDEX["html"],
+            caption="../workflow/report/index.rst",
+            category="All results",
+            labels={"figure": "all", "what": "page"},
+        ),
+        json=INDEX["json"],
+        csv=INDEX["csv"],
     log:
         "logs/reports/index.log",
     benchmark:

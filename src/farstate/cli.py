@@ -58,6 +58,7 @@ def _run(
 ) -> None:
     """Do a stage's work, and write down how; `held`: the stage, where its inputs were checked already."""
     from farstate import integrity
+    from farstate.energy import metered
     from farstate.ops import backends
     from farstate.provenance import write_provenance
 
@@ -67,12 +68,12 @@ def _run(
         )
     started = time.time()
     stage = held or Stage(record, output, rule)
-    with backends.use(stage.settings.backend) as operations:
+    with metered() as meter, backends.use(stage.settings.backend) as operations:
         facts = work(stage)
     if os.environ.get("RANK", "0") != "0":
         return  # the first process writes
     integrity.note(stage.output)
-    write_provenance(stage.record, stage.output, started, facts, operations.record())
+    write_provenance(stage.record, stage.output, started, facts, operations.record(), meter.joules)
 
 
 _BY_HAND, _WITH_TEXT = "A checkpoint by hand (with --corpus)", "A checkpoint as published (with --text)"

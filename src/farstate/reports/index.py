@@ -101,7 +101,7 @@ def read_page(path: Path) -> Finished:
                 f"{path}: carries no {name}, it was drawn by another version; delete it and run `snakemake {path}`"
             )
     charts = embedded["charts"]
-    group = charts["groups"][0] if "groups" in charts else {"name": embedded["findings"]["figure"], **charts}
+    (group,) = charts["groups"]
     reader = _Reader()
     reader.feed(re.sub(r"<(script|style)\b.*?</\1>", "", content, flags=re.S))
     legend = {
@@ -127,7 +127,7 @@ class _Reader(HTMLParser):
             self._of = name.removesuffix("-title")
             self.titles[self._of] = ""
         elif "chart" in given.get("class", "").split():
-            self.texts[name] = given.get("aria-description", "")
+            self.texts[name] = given.get("data-text", "")
 
     def handle_endtag(self, tag: str) -> None:
         if re.fullmatch(r"h[1-6]", tag):
@@ -175,6 +175,7 @@ def index_stage(wanted: Mapping[str, Any], folder: Path, root: Path = Path()) ->
         symbols=SYMBOLS,
         words=WORDS,
         everywhere=_models(groups),
+        arms=_arms(finished),
         changes=changes,
         origin=origin,
         duration=duration,
@@ -224,14 +225,25 @@ def _group(name: str, finished: Finished) -> dict[str, Any]:
 
 def _panels(name: str, finished: Finished) -> list[dict[str, Any]]:
     """The charts of a figure by model: those that stand open, and the others."""
-    by_model: dict[str, list[dict[str, str]]] = {}
+    by_model: dict[str, list[dict[str, Any]]] = {}
     for chart in finished.group["charts"]:
         own = chart["id"]
         by_model.setdefault(chart.get("model", ""), []).append(
-            {"id": f"{name}-{own}", "title": finished.titles.get(own, own).strip(), "text": finished.texts.get(own, "")}
+            {
+                "id": f"{name}-{own}",
+                "title": finished.titles.get(own, own).strip(),
+                "text": finished.texts.get(own, ""),
+                "broken": [],
+            }
         )
     shown = _SHOWN if len(by_model) == 1 else _SHOWN // 2
     return [{"model": model, "open": charts[:shown], "more": charts[shown:]} for model, charts in by_model.items()]
+
+
+def _arms(finished: Mapping[str, Finished]) -> list[tuple[str, Markup]]:
+    """The arms of more than one figure, with the inside of their buttons: picking one shows it in all of them."""
+    inside = {arm: words for one in finished.values() for arm, words in one.legend.items()}
+    return [(arm, words) for arm, words in inside.items() if sum(arm in one.legend for one in finished.values()) > 1]
 
 
 def _models(groups: Sequence[Mapping[str, Any]]) -> list[str]:
