@@ -26,6 +26,7 @@ from farstate.plan import INDEX, INDEX_FILES, PAGE_FILES
 from farstate.reference import PaperPoint, paper_curves
 from farstate.reports import agreement, index_origin, page
 from farstate.reports.index_origin import duration
+from farstate.reports.theme import arm_styles
 
 MAXIMUM_BYTES = 5_000_000
 SYMBOLS = {
@@ -243,7 +244,8 @@ def _panels(name: str, finished: Finished) -> list[dict[str, Any]]:
 def _arms(finished: Mapping[str, Finished]) -> list[tuple[str, Markup]]:
     """The arms of more than one figure, with the inside of their buttons: picking one shows it in all of them."""
     inside = {arm: words for one in finished.values() for arm, words in one.legend.items()}
-    return [(arm, words) for arm, words in inside.items() if sum(arm in one.legend for one in finished.values()) > 1]
+    order = [style.name for style in arm_styles(inside)]
+    return [(arm, inside[arm]) for arm in order if sum(arm in one.legend for one in finished.values()) > 1]
 
 
 def _models(groups: Sequence[Mapping[str, Any]]) -> list[str]:
