@@ -72,6 +72,7 @@ if ELSEWHERE:
             raise WorkflowError(str(error))
 
 PAGES = [path for page in PLAN.pages.values() for path in page.outputs.values()]
+INDEX = PLAN.index.outputs
 
 
 def upstream(pattern, manifests_only=()):

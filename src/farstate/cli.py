@@ -58,6 +58,7 @@ def _run(
 ) -> None:
     """Do a stage's work, and write down how; `held`: the stage, where its inputs were checked already."""
     from farstate import integrity, tables
+    from farstate.energy import metered
     from farstate.ops import backends
     from farstate.provenance import write_provenance
 
@@ -67,13 +68,13 @@ def _run(
         )
     started = time.time()
     stage = held or Stage(record, output, rule)
-    with backends.use(stage.settings.backend) as operations:
+    with metered() as meter, backends.use(stage.settings.backend) as operations:
         facts = work(stage)
     if os.environ.get("RANK", "0") != "0":
         return  # the first process writes
     tables.hold_all(stage.output)
     integrity.note(stage.output)
-    write_provenance(stage.record, stage.output, started, facts, operations.record())
+    write_provenance(stage.record, stage.output, started, facts, operations.record(), meter.joules)
 
 
 _BY_HAND, _WITH_TEXT = "A checkpoint by hand (with --corpus)", "A checkpoint as published (with --text)"
@@ -732,6 +733,17 @@ def report(
     wanted = read_json(keys)
     report_stage(wanted, output)
     tables.hold(output / f"{wanted['figure']}.parquet", page=True)
+
+
+@app.command()
+def index(
+    wanted: Annotated[Path, typer.Argument(help="its small manifest, `.farstate/pages/index-<digest>.json`", show_default=False)],
+    output: Annotated[Path, typer.Option(help="folder of the finished pages, and of the page of all results")] = Path("reports"),
+) -> None:
+    """Put all finished pages on one, `index.html`, with their records as json and csv."""
+    from farstate.reports.index import index_stage
+
+    index_stage(read_json(wanted), output)
 
 
 @app.command()
