@@ -14,33 +14,40 @@ class Budget:
     """How much is read.
 
     Attributes:
-        times: positions measured, in training lengths, where the documents are long enough.
-        documents: at most so many for the perplexity; `tokens`: and no more tokens than these, but `fewest` documents in any case.
-        stretches: of a document, where there are fewer than 20.
+        times, most_times: positions measured, in training lengths: so many, and up to so many where `documents` of that length are
+            within `tokens`; less where the documents are shorter.
+        documents: at most so many for the perplexity; `fewest`: at least, whatever their length.
+        tokens: of text for the perplexity, about.
+        stretches: of a document, at most.
         others: documents for states and remembrance.
-        remembered: T of the effective remembrance, in training lengths (the paper's is 4).
-        starts: start points of it per octave.
+        remembered: T of the effective remembrance, in training lengths (the paper's is 4); `starts`: its start points per octave.
         passkey: the longest prompt, in training lengths; `examples` in each of its cells.
-        bins: per octave of position.
     """
 
     times: int
+    most_times: int
     documents: int
-    tokens: int
     fewest: int
+    tokens: int
     stretches: int
     others: int
     remembered: int
     starts: int
     passkey: int
     examples: int
-    bins: int
 
 
 BUDGETS = {
-    "small": Budget(16, 24, 1 << 18, 8, 4, 8, 4, 1, 4, 8, 2),
-    "full": Budget(64, 200, 1 << 27, 20, 6, 64, 4, 2, 32, 25, 2),
-}
+    "small": Budget(
+        times=16, most_times=64, documents=24, fewest=8, tokens=1 << 18, stretches=8,
+        others=8, remembered=4, starts=1, passkey=4, examples=8,
+    ),
+    "full": Budget(
+        times=64, most_times=64, documents=200, fewest=20, tokens=1 << 27, stretches=8,
+        others=64, remembered=4, starts=2, passkey=32, examples=25,
+    ),
+}  # fmt: skip
+_BINS = 2
 _SHORTEST_PROMPT = 128
 """Tokens that hold a key and its question with any usual tokenizer."""
 _DEPTHS = (0.1, 0.5, 0.9)
@@ -74,7 +81,7 @@ def sizes(budget: Budget, context: int, lengths: Sequence[int] | None, *, wanted
     Raises:
         FarstateError: no document is longer than twice the training length, or, where a length was asked for, than that.
     """
-    asked = wanted or budget.times * context
+    asked = wanted or _longest(budget, context)
     if lengths is None:
         return Sizes(asked, _documents(budget, asked, budget.documents), budget.documents, "")
     longest = max(lengths, default=0)
@@ -89,7 +96,7 @@ def sizes(budget: Budget, context: int, lengths: Sequence[int] | None, *, wanted
                 f"{max(longest - 1, 0):,}; give longer texts or a smaller length"
             )
         return Sizes(wanted, _documents(budget, wanted, usable(wanted)), usable(wanted), "")
-    possible = [context * times for times in _halves(budget.times)]
+    possible = [context * times for times in _halves(asked // context)]
     for least in (budget.fewest, 2, 1):
         for length in possible:
             if (count := usable(length)) >= least:
@@ -109,6 +116,14 @@ def sizes(budget: Budget, context: int, lengths: Sequence[int] | None, *, wanted
     )
 
 
+def _longest(budget: Budget, context: int) -> int:
+    """Positions measured where all documents are long enough."""
+    times = budget.times
+    while 2 * times <= budget.most_times and 2 * times * context * budget.documents <= budget.tokens:
+        times *= 2
+    return times * context
+
+
 def _halves(times: int) -> list[int]:
     """`times`, half of it, …, 2."""
     found = [times]
@@ -126,17 +141,18 @@ def measurements(budget: Budget, context: int, size: Sizes) -> dict[str, Any]:
     shared = {"split": "test", "streams": "documents", "precision": "float32"}
     remembered = min(budget.remembered * context, size.length)
     others = min(budget.others, size.documents)
+    stretches = max(1, min(budget.stretches, budget.tokens // (size.length * size.documents)))
     first = max(_SHORTEST_PROMPT, context)
     prompts = [first]
-    while 2 * prompts[-1] <= max(budget.passkey * context, 4 * first):
+    while 2 * prompts[-1] <= budget.passkey * first:
         prompts.append(2 * prompts[-1])
     return {
         "evaluate": {
             **shared,
             "length": size.length,
             "documents": size.documents,
-            "stretches_per_document": budget.stretches,
-            "bins_per_octave": budget.bins,
+            "stretches_per_document": stretches,
+            "bins_per_octave": _BINS,
             "softmax": "real",
         },
         "remembrance": {
@@ -153,7 +169,7 @@ def measurements(budget: Budget, context: int, size: Sizes) -> dict[str, Any]:
             "length": size.length,
             "documents": others,
             "stretches_per_document": 1,
-            "bins_per_octave": budget.bins,
+            "bins_per_octave": _BINS,
             "samples_per_octave": 1,
         },
         "tasks": {
