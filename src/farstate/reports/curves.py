@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import polars
-from markupsafe import Markup
 
 from farstate.errors import FarstateError
 from farstate.reference import paper_points
-from farstate.reports import charts, page, text
+from farstate.reports import agreement, charts, page, text
 from farstate.reports.charts import METRICS, RESET, RESET_LABEL, RESET_STYLE, Panel, Row
 from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
@@ -58,7 +57,7 @@ def draw(
     """Draw the tables of a comparison (`page.Draw`).
 
     Inputs: under "comparison" one directory with curves, references, verdicts and ages (`.parquet`); under the roles of SECTIONS, if at all,
-    those of the `page.Section` that the module's `section(directories, card, styles)` returns; under "reach", if at all, those of
+    those of the `page.Section` that the module's `section(about, directories, card, styles)` returns; under "reach", if at all, those of
     `farstate.reports.diagnosis.lead`.
 
     Raises:
@@ -86,8 +85,8 @@ def draw(
     further: list[Section] = []
     for role, module in SECTIONS.items():
         if inputs.get(role):  # a module is loaded only where a page has its section
-            further.append(importlib.import_module(f"farstate.reports.{module}").section(inputs[role], card, styles))
-    lead = Markup("")
+            further.append(importlib.import_module(f"farstate.reports.{module}").section(about, inputs[role], card, styles))
+    lead: Section | None = None
     if inputs.get("reach"):
         labels = {model: card.models[model].label for model in models}
         lead = importlib.import_module("farstate.reports.diagnosis").lead(inputs, labels, card.figure, card.posttrain)
@@ -193,7 +192,7 @@ def _page(
     output: Mapping[str, Path],
     keys: Mapping[str, Any],
     further: Sequence[Section],
-    lead: Markup,
+    lead: Section | None,
 ) -> str:
     ranges = charts.extents(panels)
     names = {style.name: style.label for style in styles}
@@ -210,7 +209,9 @@ def _page(
             panel = mine[metric.name]
             spec = charts.screen_panel(panel, [*styles, RESET_STYLE], charts.joined(ranges.get(metric.name, {}), "near"))
             figures.append(
-                add_drawing(drawings, f"{metric.name}-{number}", metric.name, spec, charts.columns(panel.rows, CURVE_FIELDS))
+                add_drawing(
+                    drawings, f"{metric.name}-{number}", metric.name, model, spec, charts.columns(panel.rows, CURVE_FIELDS)
+                )
             )
             figures[-1] |= {
                 "metric": metric.name,
@@ -221,7 +222,7 @@ def _page(
         age_rows = _age_rows(ages, model, styles)
         if any(row["age"] > 0 for row in age_rows):
             spec = charts.ages_panel(mine["ppl"], styles)
-            figures.insert(1, add_drawing(drawings, f"ages-{number}", "ages", spec, charts.columns(age_rows, AGE_FIELDS)))
+            figures.insert(1, add_drawing(drawings, f"ages-{number}", "ages", model, spec, charts.columns(age_rows, AGE_FIELDS)))
             figures[1] |= {
                 "metric": "ages",
                 "title": "States met in training: share at least this old",
@@ -231,6 +232,7 @@ def _page(
         length = mine["ppl"].length
         sections.append(
             {
+                "name": model,
                 "card": card.models[model],
                 "figures": figures,
                 "headline": text.headline(card.models[model].label, overall, shown_names),
@@ -249,9 +251,32 @@ def _page(
     drawings += [chart for section in further for chart in section.charts]
     for section in further:
         ranges |= section.extents
+    noisy = "random_noise" in about.methods.values()
+    of_model = {section["card"].label: section["verdicts"] for section in sections}
+    of_paper = [name for name in models if card.models[name].architecture in about.architectures] or models
+    labels = [card.models[name].label for name in of_paper]
+    claims = [claim for label in labels for claim in agreement.of_perplexity(label, of_model[label], noise=noisy)]
+    claims += [claim for section in further for claim in section.claims]
+    compared = [
+        one
+        for panel in panels
+        if panel.metric.name == "ppl"
+        for one in agreement.compare(f"PPL of {panel.title}", panel.rows, "position", agreement.BETWEEN_FIGURES)
+    ]
+    compared += [one for section in further for one in section.compared]
     arms_seen = {row["arm"] for section in sections for row in section["verdicts"]} | set(names)
     return page.render(
         "curves.html.j2",
+        record=agreement.record(
+            about,
+            card,
+            keys,
+            agreement.judge(claims, compared, card.scale) if lead is None else agreement.ours(lead.leads),
+            [*(section["headline"] for section in sections), *(lead for section in further for lead in section.leads)],
+            compared=compared,
+            verdicts=[row for rows in of_model.values() for row in rows],
+            said=[(section["card"].label, section["findings"]) for section in sections],
+        ),
         title=card.titled(about.title),
         about=about,
         beyond_paper=text.listing(
@@ -265,14 +290,14 @@ def _page(
         keys=json.dumps(dict(keys), sort_keys=True, ensure_ascii=False),
         sections=sections,
         further=[section.html for section in further],
-        lead=lead,
+        lead=lead.html if lead is not None else "",
         certainties=certainties,
         comparisons=comparisons,
         names=names | {"base": "base"},
         styles=by_name,
         legend=[by_name[name] for name in names],
         reset_label=RESET_LABEL if has_reset else None,
-        drawings={"charts": drawings, "extents": ranges, "arms": [*names, *([RESET] if has_reset else [])]},
+        drawings=page.group(output, drawings, ranges, [*names, *([RESET] if has_reset else [])]),
         siblings={name: output[name].name for name in OUTPUTS if name != "html"},
         has_paper=any(row["kind"] == "paper" for panel in panels for row in panel.rows),
         has_control="control" in arms_seen,

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import polars
-from markupsafe import Markup
 
 from farstate.errors import FarstateError
 from farstate.files import read_manifest
 from farstate.own_model.repairing import Judgement, judge_repair
 from farstate.reports import page, state_text, text
+from farstate.reports.page import Section
 from farstate.reports.tables import read_table
 from farstate.reports.text import Finding, Row
 from farstate.reports.theme import arm_styles
@@ -127,16 +127,17 @@ def answer(
 
 def lead(
     inputs: Mapping[str, Sequence[Path]], models: Mapping[str, str], figure: Mapping[str, Any], recipe: Mapping[str, Any]
-) -> Markup:
+) -> Section:
     """The first section of the page; `models`: names in the tables, with their labels."""
     answers = [answer(inputs, model, label, figure, recipe) for model, label in models.items()]
-    return page.fragment(
+    html = page.fragment(
         "diagnosis_lead.html.j2",
         answers=answers,
         times=lambda row: f"{row['T'] / row['train_length']:g}",
         removed=text.share(float(figure["least_removed"])),
         tolerance=f"{float(figure['short_context_tolerance']):g}",
     )
+    return Section(html, leads=[found.headline for found in answers])
 
 
 def _outcome(base: Row) -> str:

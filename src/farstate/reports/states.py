@@ -18,7 +18,7 @@ import polars
 from farstate.errors import FarstateError
 from farstate.files import read_manifest
 from farstate.reference import paper_points
-from farstate.reports import charts, page, state_charts, state_text, text
+from farstate.reports import agreement, charts, page, state_charts, state_text, text
 from farstate.reports.charts import Metric, Panel, Row
 from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
@@ -90,10 +90,11 @@ def draw(
     page.write(output, html, specification, drawn, "lower states.bins_per_octave or the number of seeds")
 
 
-def section(directories: Sequence[Path], card: Context, styles: Sequence[ArmStyle]) -> Section:
+def section(about: About, directories: Sequence[Path], card: Context, styles: Sequence[ArmStyle]) -> Section:
     """The part of a page of perplexity that says whether states drift, and which heads do.
 
     Args:
+        about: what the page asks.
         directories: one, with states and heads (`.parquet`) of a comparison, and a summary in its manifest.
         card: what the page says of its models.
         styles: of the page's arms.
@@ -107,8 +108,7 @@ def section(directories: Sequence[Path], card: Context, styles: Sequence[ArmStyl
     names = {style.name: style.label for style in styles}
     drawings: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
-    # Metrics are told apart from those of the page by what is measured.
-    reader = _Reader(About("", ""), card, curves, styles, [])
+    reader = _Reader(about, card, curves, styles, [])
     drawn = {
         model: [
             *(one for one in reader.whole(model) if one.place in ("large", "beside")),
@@ -119,24 +119,20 @@ def section(directories: Sequence[Path], card: Context, styles: Sequence[ArmStyl
     ranges = charts.extents(one.panel for model in models for one in drawn[model])
     for number, model in enumerate(models):
         label = card.models[model].label
-        summary = {row["arm"]: row for row in manifest["summary"] if row["model"] == model and row["seed"] is None}
-        figures = _charted(drawn[model], number, ranges, styles, drawings)
+        summary = _summary(manifest, model)
+        figures = _charted(model, drawn[model], number, ranges, styles, drawings)
         rows = _head_rows(heads, model, styles)
         whole, findings = state_text.whole(label, summary, names)
         of_heads, further = state_text.heads(label, summary, _overall(heads, model).to_dicts(), names)
         parts.append(
             {
                 **{"name": model, "card": card.models[model], "figures": figures, "maps": [], "ranking": None, "ranked": 0},
-                **_head_drawings(number, rows, styles, drawings, card.models[model]),
+                **_head_drawings(number, model, rows, styles, drawings, card.models[model]),
                 **{"headlines": [whole, of_heads], "findings": [*findings, *further], "heads": _head_table(rows, styles)},
                 "tables": [data_table(one.panel, styles, state_text.number, one.panel.metric.axis) for one in drawn[model]],
             }
         )
-    lines = [
-        line
-        for model in models
-        for line in state_text.lines({r["arm"]: r for r in manifest["summary"] if r["seed"] is None}, names)
-    ]
+    lines = [line for model in models for line in state_text.lines(_summary(manifest, model), names)]
     return Section(
         html=page.fragment(
             "states_section.html.j2",
@@ -148,6 +144,7 @@ def section(directories: Sequence[Path], card: Context, styles: Sequence[ArmStyl
         ),
         charts=drawings,
         extents=ranges,
+        leads=[line for part in parts for line in part["headlines"]],
     )
 
 
@@ -421,10 +418,11 @@ def _page(
     drawings: list[dict[str, Any]] = []
     sections: list[dict[str, Any]] = []
     for number, model in enumerate(models):
-        figures = _charted(of_model[model], number, ranges, styles, drawings)
-        summary = {record["arm"]: record for record in manifest["summary"] if record["model"] == model and record["seed"] is None}
+        figures = _charted(model, of_model[model], number, ranges, styles, drawings)
+        summary = _summary(manifest, model)
         rows = _head_rows(heads, model, styles)
         section: dict[str, Any] = {
+            "name": model,
             "card": card.models[model],
             "figures": figures,
             "tables": [data_table(one.panel, styles, state_text.number, one.panel.metric.axis) for one in of_model[model]],
@@ -440,13 +438,32 @@ def _page(
             section["headline"], section["findings"] = state_text.heads(
                 card.models[model].label, summary, _overall(heads, model).to_dicts(), names
             )
-            section |= _head_drawings(number, rows, styles, drawings, card.models[model])
+            section |= _head_drawings(number, model, rows, styles, drawings, card.models[model])
             section["heads"] = _head_table(rows, styles)
         section["findings"] += _remark(about, card, model, summary)
         section["few"] = _few(about, heads, model, of_model[model])
         sections.append(section)
+    of_paper = [name for name in models if card.models[name].architecture in about.architectures] or models
+    rule = agreement.of_states if about.family == "whole" else agreement.of_heads
+    claims = [claim for name in of_paper for claim in rule(card.models[name].label, _summary(manifest, name))]
+    compared = [
+        one
+        for model in models
+        for drawn in of_model[model]
+        if drawn.panel.metric.name == "std"
+        for one in agreement.compare(f"std of {drawn.panel.title}", drawn.panel.rows, "position")
+    ]
     return page.render(
         "states.html.j2",
+        record=agreement.record(
+            about,
+            card,
+            keys,
+            agreement.judge(claims, compared, card.scale),
+            [section["headline"] for section in sections],
+            compared=compared,
+            remark=state_text.PAPER_WHOLE if about.family == "whole" else state_text.PAPER_HEADS,
+        ),
         title=card.titled(about.title),
         about=about,
         family=about.family,
@@ -458,7 +475,7 @@ def _page(
         certainty=state_text.certainty(manifest, [line for section in sections for line in section["lines"]]),
         legend=styles,
         styles={style.name: style for style in styles},
-        drawings={"charts": drawings, "extents": ranges, "arms": list(names)},
+        drawings=page.group(output, drawings, ranges, list(names)),
         siblings={name: output[name].name for name in OUTPUTS if name != "html"},
         has_paper=any(row["kind"] == "paper" for model in models for one in of_model[model] for row in one.panel.rows),
         has_control="control" in names,
@@ -471,6 +488,7 @@ def _page(
 
 
 def _charted(
+    model: str,
     drawn: Sequence[Drawn],
     number: int,
     ranges: Mapping[str, Any],
@@ -484,7 +502,7 @@ def _charted(
         panel = one.panel
         spec = charts.screen_panel(panel, styles, charts.joined(ranges.get(panel.metric.name, {}), "near"))
         figure = add_drawing(
-            drawings, f"{panel.metric.name}-{number}", panel.metric.name, spec, charts.columns(panel.rows, CURVE_FIELDS)
+            drawings, f"{panel.metric.name}-{number}", panel.metric.name, model, spec, charts.columns(panel.rows, CURVE_FIELDS)
         )
         figure |= {
             "place": one.place,
@@ -496,8 +514,13 @@ def _charted(
     return figures
 
 
+def _summary(manifest: Mapping[str, Any], model: str) -> dict[str, Row]:
+    """By arm what the comparison says of a model, over all seeds."""
+    return {record["arm"]: record for record in manifest["summary"] if record["model"] == model and record["seed"] is None}
+
+
 def _head_drawings(
-    number: int, rows: Sequence[Row], styles: Sequence[ArmStyle], drawings: list[dict[str, Any]], card: Any
+    number: int, model: str, rows: Sequence[Row], styles: Sequence[ArmStyle], drawings: list[dict[str, Any]], card: Any
 ) -> dict[str, Any]:
     """The map of each arm, and the ranking."""
     limit = _limit(rows)
@@ -513,7 +536,10 @@ def _head_drawings(
             {"id": f"map-{place}-{number}", "title": f"{style.label}: drift by layer and head", "text": heading, "broken": []}
         )
         drawings.append(
-            {"id": maps[-1]["id"], "metric": "map", "near": 1, "spec": spec, "curves": charts.columns(mine, _VARYING)}
+            {
+                **{"id": maps[-1]["id"], "metric": "map", "model": model, "near": 1},
+                **{"spec": spec, "curves": charts.columns(mine, _VARYING)},
+            }
         )
     found: dict[str, Any] = {"maps": maps}
     if ranked := _ranked(rows):
@@ -529,11 +555,8 @@ def _head_drawings(
         found["ranked"] = heads
         drawings.append(
             {
-                "id": found["ranking"]["id"],
-                "metric": "ranking",
-                "near": 1,
-                "spec": spec,
-                "curves": charts.columns(ranked, _VARYING),
+                **{"id": found["ranking"]["id"], "metric": "ranking", "model": model, "near": 1},
+                **{"spec": spec, "curves": charts.columns(ranked, _VARYING)},
             }
         )
     return found
