@@ -697,6 +697,129 @@ def compare(record: Record, output: Output = None) -> None:
     _run(record, output, "compare", work)
 
 
+OwnCheckpoint = Annotated[
+    str,
+    typer.Argument(metavar="CHECKPOINT", help="folder, file or hub name, of any format that Farstate reads", show_default=False),
+]
+OwnCorpus = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WHERE",
+        help="texts: files, globs, a folder, or a data set's hub name; may be repeated; default: the demo's books",
+        show_default=False,
+    ),
+]
+OwnTokenizer = Annotated[
+    Path | None,
+    typer.Option(
+        help="a tokenizer.json; default: that beside the checkpoint, or of the corpus it was trained on", show_default=False
+    ),
+]
+OwnContext = Annotated[
+    int | None, typer.Option(help="T_train in tokens; default: as the checkpoint's own record says", show_default=False)
+]
+OwnBudget = Annotated[str, typer.Option(help="small: minutes for a small model on a CPU; full: the paper's multiples of T_train")]
+OwnOutput = Annotated[
+    Path | None,
+    typer.Option(help="folder of everything; default: own_models/<name>-<digest of what was asked>", show_default=False),
+]
+OwnCores = Annotated[int | None, typer.Option(help="as Snakemake takes them; default: all", show_default=False)]
+OwnProfile = Annotated[str | None, typer.Option(help="a profile of Snakemake: slurm", show_default=False)]
+OwnDevice = Annotated[
+    Literal["auto", "cpu", "cuda"] | None, typer.Option(help="default: that of config/settings.yaml", show_default=False)
+]
+OwnSet = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="any parameter instead of the command's, like evaluate.length=4096; may be repeated",
+        show_default=False,
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="say what would run, and how long it would take")]
+
+
+@app.command()
+def diagnose(
+    checkpoint: OwnCheckpoint,
+    corpus: OwnCorpus = None,
+    tokenizer: OwnTokenizer = None,
+    context: OwnContext = None,
+    budget: OwnBudget = "small",
+    output: OwnOutput = None,
+    cores: OwnCores = None,
+    profile: OwnProfile = None,
+    device: OwnDevice = None,
+    overrides: OwnSet = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Say whether your own model works beyond its training length, to where, and why not: `reports/diagnosis.html`.
+
+    Perplexity and excess by position with the verdict of Def. 3.2, effective remembrance, drifting heads, a passkey; then a plain
+    recommendation. Cached and resumable: a second call shows the result.
+    """
+    from farstate.own_model.command import Asked
+    from farstate.own_model.command import diagnose as run
+
+    run(
+        Asked(checkpoint, corpus or [], tokenizer, context, budget, output, cores, profile, device, dry_run, overrides or []),
+        typer.echo,
+    )
+
+
+@app.command()
+def repair(
+    checkpoint: OwnCheckpoint,
+    arms: Annotated[
+        list[str],
+        typer.Option("--with", metavar="INTERVENTION", help="the initial states: state_passing, tbtt, fitted_noise, …"),
+    ],
+    steps: Annotated[int, typer.Option(help="of the post-training")] = 100,
+    seeds: Annotated[str, typer.Option(help="of the post-training, like 0,1,2")] = "0",
+    tolerance: Annotated[
+        float, typer.Option(help="nats below which the interval of the short-context cost must end to call it a repair")
+    ] = 0.02,
+    control: Annotated[
+        bool, typer.Option(help="the same steps from the zero state; without it nothing can be called a repair")
+    ] = True,
+    corpus: OwnCorpus = None,
+    tokenizer: OwnTokenizer = None,
+    context: OwnContext = None,
+    budget: OwnBudget = "small",
+    output: OwnOutput = None,
+    cores: OwnCores = None,
+    profile: OwnProfile = None,
+    device: OwnDevice = None,
+    overrides: OwnSet = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Post-train your own model from other initial states, and say whether that repairs it: `reports/repair.html`.
+
+    Before, after and the zero-init control side by side; the repaired checkpoint in the format it came from, with a model card.
+    """
+    from farstate.own_model.command import Asked, Repairing
+    from farstate.own_model.command import repair as run
+
+    run(
+        Asked(checkpoint, corpus or [], tokenizer, context, budget, output, cores, profile, device, dry_run, overrides or []),
+        Repairing(arms, steps, _integers("seeds", seeds), tolerance, control=control),
+        typer.echo,
+    )
+
+
+@app.command("compare-reach")
+def compare_reach(record: Record, output: Output = None) -> None:
+    """Say how far the arms of a figure hold: the verdict of Def. 3.2 to every octave."""
+
+    def work(stage: Stage) -> None:
+        from farstate.evaluation.stages import compare_reach_stage
+
+        compare_reach_stage(stage)
+
+    _run(record, output, "compare_reach", work)
+
+
 @app.command("compare-remembrance")
 def compare_remembrance(record: Record, output: Output = None) -> None:
     """Compare what the arms of a figure remember, with intervals."""
