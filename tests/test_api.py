@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -461,3 +463,62 @@ def test_a_model_of_fla_is_the_same_model(kind: str, options: dict[str, Any], tm
     with torch.no_grad():
         hidden, _ = model(ids(2, 13))
     assert ((hidden @ model.head_weight.T - found["after"][0]).abs().max() / found["after"][0].abs().max()).item() < 1e-4
+
+
+# --- how to add an intervention --------------------------------------------------------------------------
+
+ADDED = """
+import sys, yaml
+from pathlib import Path
+from farstate import params
+config = yaml.safe_load(Path("params.yaml").read_text())
+change = yaml.safe_load(Path("change.yaml").read_text())
+config["posttrain"]["arms"] |= change["posttrain"]["arms"]
+config["figures"]["fig5"]["arms"] = change["figures"]["fig5"]["arms"]
+Path("params.yaml").write_text(yaml.safe_dump(config))
+loaded = params.load(Path("params.yaml"))
+assert loaded.posttrain.arms["halved"].factor == 0.5
+assert "torch" not in sys.modules
+import torch, farstate
+from farstate.models.mamba2.shape import Mamba2Config
+from farstate.training.initial_states import build
+model = farstate.LanguageModel(Mamba2Config(width=16, layers=2, state_size=8, head_size=8, vocabulary_size=20))
+run = farstate.Run.of(model, rows=4, context=8)
+halved, plain = build(loaded.posttrain.arms["halved"], run), farstate.StatePassing(run)
+_, final = model(torch.arange(4)[:, None].expand(4, 8))
+for each in (halved, plain):
+    assert each.initial(0) is None
+    each.observe(final)
+given, expected = halved.initial(1), plain.initial(1)
+for layer in range(2):
+    assert torch.equal(given.entries(layer), 0.5 * expected.entries(layer))
+    assert torch.equal(given.layers[layer].auxiliary["conv"], expected.layers[layer].auxiliary["conv"])
+    assert given.entries(layer).any()
+from farstate.training.scaled import ScaledPassing
+try:
+    ScaledPassing(run, factor=-1.0)
+except farstate.FarstateError as error:
+    print(error)
+"""
+
+
+def test_the_page_on_interventions_adds_one(tmp_path: Path):
+    """A copy of the package after the page was followed to the letter."""
+    page = (ROOT / "docs" / "adding_an_intervention.md").read_text(encoding="utf-8")
+    file, line, listed = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (change,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "src/farstate/training/scaled.py").write_text(file)
+    parameters = tmp_path / "src/farstate/params.py"
+    before = parameters.read_text()
+    last = before.index('    "permuted": Registered(')
+    parameters.write_text(before[:last] + line + before[last:])
+    (tmp_path / "change.yaml").write_text(change)
+    shutil.copy(ROOT / "config/test.yaml", tmp_path / "params.yaml")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", ADDED], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "scaled_passing.factor: input should be greater than 0 (found -1.0)\n"
+    assert '"initial_state": "scaled_passing"' in listed
