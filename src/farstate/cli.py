@@ -57,7 +57,7 @@ def _run(
     held: Stage | None = None,
 ) -> None:
     """Do a stage's work, and write down how; `held`: the stage, where its inputs were checked already."""
-    from farstate import integrity
+    from farstate import integrity, tables
     from farstate.ops import backends
     from farstate.provenance import write_provenance
 
@@ -71,6 +71,7 @@ def _run(
         facts = work(stage)
     if os.environ.get("RANK", "0") != "0":
         return  # the first process writes
+    tables.hold_all(stage.output)
     integrity.note(stage.output)
     write_provenance(stage.record, stage.output, started, facts, operations.record())
 
@@ -725,9 +726,12 @@ def report(
     output: Annotated[Path, typer.Option(help="folder of the page and its siblings")] = Path("reports"),
 ) -> None:
     """Draw a figure's page, readable offline, with its svg, png, spec and table."""
+    from farstate import tables
     from farstate.reports.stage import report_stage
 
-    report_stage(read_json(keys), output)
+    wanted = read_json(keys)
+    report_stage(wanted, output)
+    tables.hold(output / f"{wanted['figure']}.parquet", page=True)
 
 
 @app.command()
@@ -981,14 +985,16 @@ def doctor(
 def schema(
     check_only: Annotated[bool, typer.Option("--check", help="fail when the files differ from what would be written")] = False,
 ) -> None:
-    """Write `config/params.schema.json` and `docs/parameters.md` from the typed parameters."""
+    """Write the generated files: the parameters' schema and docs/parameters.md, commands.md and tables.md."""
     from farstate.files import write_text
-    from farstate.reference_pages import parameter_pages
+    from farstate.reference_pages import reference_pages
 
-    for path, text in parameter_pages().items():
+    for path, text in reference_pages().items():
         if check_only:
             if not path.exists() or path.read_text(encoding="utf-8") != text:
-                raise FarstateError(f"{path}: differs from the typed parameters; run `farstate schema`")
+                raise FarstateError(
+                    f"{path}: not what the code says; run `farstate schema` in the repository and commit the file"
+                )
         else:
             write_text(path, text)
             typer.echo(f"wrote {path}")
