@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args
 
 import yaml
 from pydantic import (
@@ -332,9 +332,33 @@ class Permuted(_Made):
     initial_state: Literal["permuted"]
 
 
-Arm = Annotated[
-    ZeroInit | RandomNoise | FittedNoise | StatePassing | Tbtt | Gaussian | Permuted, Field(discriminator="initial_state")
-]
+class Registered(NamedTuple):
+    """An intervention: its parameters, and `module:class` of what training calls, which is imported only there."""
+
+    parameters: type[Strict]
+    intervention: str
+
+
+def arm(initial_state: str, base: type[Strict] = Strict, /, **fields: Any) -> type[Strict]:
+    """The parameters of an intervention that is not written out above, by name (type, default or `Field`), beside those of `base`."""
+    name = "".join(part.capitalize() for part in initial_state.split("_"))
+    return create_model(name, __base__=base, initial_state=(Literal[initial_state], ...), **fields)  # type: ignore[arg-type]
+
+
+ARMS: dict[str, Registered] = {
+    "zero": Registered(ZeroInit, "farstate.training.initial_states:ZeroInit"),
+    "random_noise": Registered(RandomNoise, "farstate.training.initial_states:RandomNoise"),
+    "fitted_noise": Registered(FittedNoise, "farstate.training.initial_states:FittedNoise"),
+    "state_passing": Registered(StatePassing, "farstate.training.initial_states:StatePassing"),
+    "tbtt": Registered(Tbtt, "farstate.training.initial_states:TruncatedBackpropagation"),
+    "gaussian": Registered(Gaussian, "farstate.training.mechanism:Gaussian"),
+    "permuted": Registered(Permuted, "farstate.training.mechanism:Permuted"),
+}
+"""By `initial_state`. A new intervention is a file with its class, and a line here (docs/adding_an_intervention.md)."""
+if TYPE_CHECKING:
+    Arm = ZeroInit | RandomNoise | FittedNoise | StatePassing | Tbtt | Gaussian | Permuted
+else:
+    Arm = Annotated[Union[tuple(each.parameters for each in ARMS.values())], Field(discriminator="initial_state")]  # noqa: UP007
 _ARM: TypeAdapter[Arm] = TypeAdapter(Arm)
 # How often something may be expected in a run and still be taken for never.
 _NEGLIGIBLE = 1e-6
