@@ -1,7 +1,7 @@
 # Reports: pages that read offline. A figure reads tables and computes no science.
 #
 # Inputs:  results/evaluate/<figure>-<key>/ (params: report), and a small file with the keys that the page must show
-# Outputs: reports/<figure>.html and, beside it, .svg .png .json .parquet
+# Outputs: reports/<figure>.html and, beside it, .svg .png .json .parquet .csv
 
 
 rule report:
@@ -14,6 +14,7 @@ rule report:
         png="reports/{figure}.png",
         spec="reports/{figure}.json",
         table="reports/{figure}.parquet",
+        csv="reports/{figure}.csv",
     log:
         "logs/reports/{figure}.log",
     benchmark:

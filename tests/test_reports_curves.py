@@ -71,7 +71,8 @@ def build(tables: Path, root: Path, about: dict[str, Any] | None = None) -> dict
 def page_data(page: str) -> dict[str, Any]:
     found = re.search(r'<script type="application/json" id="farstate-charts">(.*?)</script>', page, re.S)
     assert found is not None
-    return json.loads(found.group(1))
+    (group,) = json.loads(found.group(1))["groups"]
+    return group
 
 
 def visit(page: Path, tmp_path: Path, probe: str, width: int = 1400, *, dark: bool = False) -> tuple[dict[str, Any], list[str]]:
@@ -81,7 +82,7 @@ def visit(page: Path, tmp_path: Path, probe: str, width: int = 1400, *, dark: bo
     end = text.rindex("</body>")
     script = (
         "<script>(async () => { const out = {}; const wait = (ms) => new Promise((done) => setTimeout(done, ms));"
-        "while (!document.documentElement.dataset.drawn) await wait(20); await wait(100);"
+        "while (document.documentElement.dataset.drawn !== document.documentElement.dataset.charts) await wait(20); await wait(100);"
         f"try {{ {probe} }} catch (error) {{ out.error = String(error.stack); }}"
         "const place = document.createElement('pre'); place.id = 'probe'; place.textContent = JSON.stringify(out); document.body.append(place);"
         "})();</script>"
@@ -102,7 +103,7 @@ def visit(page: Path, tmp_path: Path, probe: str, width: int = 1400, *, dark: bo
         [
             CHROMIUM,
             *flags,
-            f"--window-size={width},1000",
+            f"--window-size={width},20000",
             "--host-resolver-rules=MAP * ~NOTFOUND",
             f"--user-data-dir={tmp_path / 'profile'}",
             copy.as_uri(),
@@ -276,7 +277,7 @@ def test_the_page_says_what_it_must(demo: dict[str, Path], paper: dict[str, Path
         "[assumed]",
         "0000000 (synthetic)",
         "Synthetic tables: invented numbers",
-        'role="img"',
+        'data-text="Perplexity at position t',
     ):
         assert sentence in page, sentence
     for name in ("svg", "png", "json", "parquet"):

@@ -57,7 +57,7 @@ def weights(clone: Path, phase: str) -> dict[str, str]:
 
 
 def test_the_whole_pipeline_and_a_second_call(finished_clone: Path) -> None:
-    for kind in ("html", "svg", "png", "json", "parquet"):
+    for kind in ("html", "svg", "png", "json", "parquet", "csv"):
         assert (finished_clone / f"reports/fig5.{kind}").stat().st_size > 0
     assert planned(finished_clone) == {}
     assert len(list((finished_clone / "results/posttrain").glob("*/manifest.json"))) == 5
@@ -341,5 +341,5 @@ def test_every_figure_of_the_diagnostics_is_drawn(finished_clone: Path, tmp_path
     assert planned(clone, *wanted) == {}
     assert planned(clone) == {}, "Figure 5 is untouched"
     for name in ("fig1", "fig2", "fig3", "fig4", "fig6", "fig7", "fig9", "fig11", "fig12", "fig13", "table1", "shift", "cost"):
-        for kind in ("html", "svg", "png", "json", "parquet"):
+        for kind in ("html", "svg", "png", "json", "parquet", "csv"):
             assert (clone / f"reports/{name}.{kind}").stat().st_size > 0

@@ -18,5 +18,5 @@ NUMERICS: dict[str, int] = {
     "states": 1,
     "shift": 1,
     "tasks": 1,
-    "reports": 1,
+    "reports": 2,
 }

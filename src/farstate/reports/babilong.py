@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from farstate.reference import paper_points
-from farstate.reports import charts, page, task_charts, task_text, tasks, text
+from farstate.reports import agreement, charts, page, task_charts, task_text, tasks, text
 from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
 from farstate.reports.task_charts import SMALL, Panel
@@ -48,7 +48,8 @@ def draw(
         cases = [_way(scores, card, model, way, names, styles, panels) for way in ways]
         sections.append(
             {
-                **{"card": card.models[model], "cases": cases, "broken": tasks.broken(scores, model, styles)},
+                "claims": [claim for case in cases for claim in case["claims"]],
+                **{"name": model, "card": card.models[model], "cases": cases, "broken": tasks.broken(scores, model, styles)},
                 "paper": any(row["kind"] == "paper" for case in cases for panel in case["panels"] for row in panel.rows),
             }
         )
@@ -62,8 +63,24 @@ def draw(
                 for small in (panel.height == SMALL,)
             ]
     drawn = scores.table.sort("model", "prompting", "arm", "seed", "task", "score", "against", "length")
+    compared = [
+        one
+        for panel in panels
+        if panel.metric == "accuracy"
+        for one in agreement.compare(f"{panel.title} of {card.models[panel.model].label}", panel.rows, "length")
+    ]
+    judgement = agreement.judge([claim for section in sections for claim in section["claims"]], compared, card.scale)
     html = page.render(
         "babilong.html.j2",
+        record=agreement.record(
+            about,
+            card,
+            keys,
+            judgement,
+            [case["headline"] for section in sections for case in section["cases"]],
+            compared=compared,
+            remark=_remark(),
+        ),
         **tasks.words(about, card, scores, output, keys, drawn),
         legend=styles,
         styles={style.name: style for style in styles},
@@ -75,7 +92,7 @@ def draw(
         guesses=_guesses(scores, names),
         published=card.tasks.get("published"),
         tables=[(card.models[panel.model].label, tasks.data_table(panel, styles, panel.axis)) for panel in panels if panel.rows],
-        drawings={"charts": drawings, "extents": ranges, "arms": [style.name for style in styles]},
+        drawings=page.group(output, drawings, ranges, [style.name for style in styles]),
     )
     lines = [
         f"{text.listing([section['card'].label for section in sections])}. {card.budget}".strip(),
@@ -119,6 +136,7 @@ def _way(
     by_task = {name: tasks.case(scores, card, model, way, name, styles) for name in names}
     return {
         **{"way": way, "words": words, "panels": mine},
+        "claims": agreement.of_facts(case, way),
         "headline": task_text.babilong_headline(case, way, _tasks(names)),
         "findings": task_text.babilong_findings(case, by_task if len(names) > 1 else {}, has_control="control" in case.arms),
         "lines": [_line(case, arm) for arm in case.arms],

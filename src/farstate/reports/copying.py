@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from farstate.reference import paper_points
-from farstate.reports import charts, page, task_charts, task_text, tasks, text
+from farstate.reports import agreement, charts, page, task_charts, task_text, tasks, text
 from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
 from farstate.reports.task_charts import Panel
@@ -50,7 +50,8 @@ def draw(
         panels += mine
         sections.append(
             {
-                **{"card": card.models[model], "panels": mine, "broken": tasks.broken(scores, model, styles)},
+                **{"name": model, "card": card.models[model], "panels": mine, "broken": tasks.broken(scores, model, styles)},
+                "claims": agreement.of_letters(case),
                 **{"headline": task_text.copying_headline(case), "findings": task_text.copying_findings(case)},
                 **{"lines": _lines(scores, model, case), "trained": case.train_length},
             }
@@ -63,8 +64,15 @@ def draw(
             for panel in section["panels"]
         ]
     drawn = scores.table.sort("model", "arm", "seed", "score", "against", "length")
+    compared = [
+        one
+        for panel in panels
+        for one in agreement.compare(f"{panel.title} of {card.models[panel.model].label}", panel.rows, "length")
+    ]
+    judgement = agreement.judge([claim for section in sections for claim in section["claims"]], compared, card.scale)
     html = page.render(
         "copying.html.j2",
+        record=agreement.record(about, card, keys, judgement, [section["headline"] for section in sections], compared=compared),
         **tasks.words(about, card, scores, output, keys, drawn),
         legend=styles,
         styles={style.name: style for style in styles},
@@ -74,7 +82,7 @@ def draw(
         trained=_trained(card),
         interval=scores.interval,
         tables=[(card.models[panel.model].label, tasks.data_table(panel, styles, panel.axis)) for panel in panels if panel.rows],
-        drawings={"charts": drawings, "extents": ranges, "arms": [style.name for style in styles]},
+        drawings=page.group(output, drawings, ranges, [style.name for style in styles]),
     )
     lines = [
         f"{text.listing([section['card'].label for section in sections])}. {card.budget}".strip(),

@@ -16,7 +16,7 @@ import polars
 
 from farstate.errors import FarstateError
 from farstate.reference import paper_points
-from farstate.reports import charts, page, text
+from farstate.reports import agreement, charts, page, text
 from farstate.reports.charts import METRICS, RESET, RESET_LABEL, RESET_STYLE, Panel, Row
 from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
@@ -55,7 +55,7 @@ def draw(
     """Draw the tables of a comparison (`page.Draw`).
 
     Inputs: under "comparison" one directory with curves, references, verdicts and ages (`.parquet`); under "remembrance", if at all, those of
-    the section that `farstate.reports.remembrance.section(directories, card, styles)` returns as a `page.Section`.
+    the section that `farstate.reports.remembrance.section(about, directories, card, styles)` returns as a `page.Section`.
 
     Raises:
         FarstateError: as `page.Draw`; a perplexity is not positive.
@@ -82,7 +82,7 @@ def draw(
     further: list[Section] = []
     if inputs.get("remembrance"):
         remembrance = importlib.import_module("farstate.reports.remembrance")  # only where a page has it
-        further.append(remembrance.section(inputs["remembrance"], card, styles))
+        further.append(remembrance.section(about, inputs["remembrance"], card, styles))
 
     specification = charts.sheet(panels, [*styles, RESET_STYLE], card.titled(about.title), _subtitle(card, models, verdicts))
     specification["vconcat"] += [row for section in further for row in section.sheet]
@@ -201,7 +201,9 @@ def _page(
             panel = mine[metric.name]
             spec = charts.screen_panel(panel, [*styles, RESET_STYLE], charts.joined(ranges.get(metric.name, {}), "near"))
             figures.append(
-                add_drawing(drawings, f"{metric.name}-{number}", metric.name, spec, charts.columns(panel.rows, CURVE_FIELDS))
+                add_drawing(
+                    drawings, f"{metric.name}-{number}", metric.name, model, spec, charts.columns(panel.rows, CURVE_FIELDS)
+                )
             )
             figures[-1] |= {
                 "metric": metric.name,
@@ -212,7 +214,7 @@ def _page(
         age_rows = _age_rows(ages, model, styles)
         if any(row["age"] > 0 for row in age_rows):
             spec = charts.ages_panel(mine["ppl"], styles)
-            figures.insert(1, add_drawing(drawings, f"ages-{number}", "ages", spec, charts.columns(age_rows, AGE_FIELDS)))
+            figures.insert(1, add_drawing(drawings, f"ages-{number}", "ages", model, spec, charts.columns(age_rows, AGE_FIELDS)))
             figures[1] |= {
                 "metric": "ages",
                 "title": "States met in training: share at least this old",
@@ -222,6 +224,7 @@ def _page(
         length = mine["ppl"].length
         sections.append(
             {
+                "name": model,
                 "card": card.models[model],
                 "figures": figures,
                 "headline": text.headline(card.models[model].label, overall, shown_names),
@@ -240,9 +243,32 @@ def _page(
     drawings += [chart for section in further for chart in section.charts]
     for section in further:
         ranges |= section.extents
+    noisy = "random_noise" in about.methods.values()
+    of_model = {section["card"].label: section["verdicts"] for section in sections}
+    of_paper = [name for name in models if card.models[name].architecture in about.architectures] or models
+    labels = [card.models[name].label for name in of_paper]
+    claims = [claim for label in labels for claim in agreement.of_perplexity(label, of_model[label], noise=noisy)]
+    claims += [claim for section in further for claim in section.claims]
+    compared = [
+        one
+        for panel in panels
+        if panel.metric.name == "ppl"
+        for one in agreement.compare(f"PPL of {panel.title}", panel.rows, "position", agreement.BETWEEN_FIGURES)
+    ]
+    compared += [one for section in further for one in section.compared]
     arms_seen = {row["arm"] for section in sections for row in section["verdicts"]} | set(names)
     return page.render(
         "curves.html.j2",
+        record=agreement.record(
+            about,
+            card,
+            keys,
+            agreement.judge(claims, compared, card.scale),
+            [*(section["headline"] for section in sections), *(lead for section in further for lead in section.leads)],
+            compared=compared,
+            verdicts=[row for rows in of_model.values() for row in rows],
+            said=[(section["card"].label, section["findings"]) for section in sections],
+        ),
         title=card.titled(about.title),
         about=about,
         beyond_paper=text.listing(
@@ -258,7 +284,7 @@ def _page(
         styles=by_name,
         legend=[by_name[name] for name in names],
         reset_label=RESET_LABEL if has_reset else None,
-        drawings={"charts": drawings, "extents": ranges, "arms": [*names, *([RESET] if has_reset else [])]},
+        drawings=page.group(output, drawings, ranges, [*names, *([RESET] if has_reset else [])]),
         siblings={name: output[name].name for name in OUTPUTS if name != "html"},
         has_paper=any(row["kind"] == "paper" for panel in panels for row in panel.rows),
         has_control="control" in arms_seen,

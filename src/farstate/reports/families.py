@@ -16,7 +16,7 @@ from typing import Any
 import polars
 
 from farstate.errors import FarstateError
-from farstate.reports import charts, family_text, page, summary_charts, text
+from farstate.reports import agreement, charts, family_text, page, summary_charts, text
 from farstate.reports.charts import METRICS, Metric, Panel, Row
 from farstate.reports.context import Context, Series, read_context
 from farstate.reports.family_text import Item
@@ -521,6 +521,25 @@ def _findings(family: str, group: Group, styles: Sequence[ArmStyle], differences
     return family_text.cost(group.title, _settings(group, styles, controls=False), references.get(BASE), FREE)
 
 
+def _claims(about: About, card: Context, groups: Sequence[Group], differences: polars.DataFrame) -> list[agreement.Claim]:
+    """What the panels of the paper's architectures say to its figure."""
+    known = {group.name: card.models.get(group.items[0].row["model"]) for group in groups}
+    of_paper = [
+        group for group in groups if (model := known[group.name]) is not None and model.architecture in about.architectures
+    ]
+    found: list[agreement.Claim] = []
+    for group in of_paper or groups:
+        if about.family == "contexts":
+            found += agreement.of_contexts(group.title, group.items)
+        elif about.family == "snapshots":
+            found += agreement.of_snapshots(group.title, group.items)
+        elif about.family == "warmups":
+            found += agreement.of_warmups(group.title, _difference(differences, group.items[0], group.items[-1]).get(None))
+        else:
+            found += agreement.of_sigmas(group.title, group.items)
+    return found
+
+
 def _difference(table: polars.DataFrame, first: Item, last: Item) -> Mapping[int | None, text.Row]:
     """By seed (None: the mean) the far excess of the last minus that of the first, `difference` with its intervals."""
     found: dict[int | None, text.Row] = {}
@@ -646,20 +665,22 @@ def _page(
     for number, group in enumerate(groups):
         mine = {panel.metric.name: panel for panel in panels if panel.model == group.name}
         figures: list[dict[str, Any]] = []
+        names_of_models = {item.row["model"] for item in group.items}
+        only = names_of_models.pop() if len(names_of_models) == 1 else ""  # where the trainings are varied, each is a model
         for metric in kind.metrics:
             panel = mine[metric.name]
             spec = charts.screen_panel(panel, styles, charts.joined(ranges.get(metric.name, {}), "near"))
             rows = charts.columns(panel.rows, CURVE_FIELDS)
             figures.append(
                 {
-                    **add_drawing(drawings, f"{metric.name}-{number}", metric.name, spec, rows),
+                    **add_drawing(drawings, f"{metric.name}-{number}", metric.name, only, spec, rows),
                     **{"title": metric.title, "text": described(panel, names), "broken": broken(panel)},
                 }
             )
         small: list[dict[str, Any]] = []
         for place, (axis, quantity, summary) in enumerate(summaries[group.name]):
             name = f"summary-{number}-{place}"
-            drawings.append(_chart(name, summary_charts.screen_summary(summary, styles), summary.rows))
+            drawings.append(_chart(name, only, summary_charts.screen_summary(summary, styles), summary.rows))
             small.append(
                 {
                     **{"id": name, "axis": axis, "broken": []},
@@ -678,7 +699,7 @@ def _page(
                 "short-context cost against base, nats",
                 "far excess (own windows), nats",
             )
-            drawings.append(_chart(name, spec, prices))
+            drawings.append(_chart(name, only, spec, prices))
             scatter = {
                 **{"id": name, "broken": []},
                 "title": "Every setting: what it leaves far out, and what it costs",
@@ -688,7 +709,7 @@ def _page(
         model = card.models.get(group.items[0].row["model"])
         sections.append(
             {
-                **{"title": group.title, "model": model, "size": card.sizes.get(group.items[0].row["model"])},
+                **{"name": only, "title": group.title, "model": model, "size": card.sizes.get(group.items[0].row["model"])},
                 **{"headline": headline, "findings": found, "figures": figures, "small": small, "scatter": scatter},
                 "axes": list(group.by_axis),
                 "rows": _verdict_rows(about.family, group, kind, styles),
@@ -699,8 +720,23 @@ def _page(
             }
         )
     every = [row for group in groups for row in [*(item.row for item in group.items), *group.references]]
+    leads = [section["headline"] for section in sections]
+    judgement = (
+        agreement.ours(leads)
+        if about.family == "cost"
+        else agreement.judge(_claims(about, card, groups, differences), scale=card.scale)
+    )
     return page.render(
         "families.html.j2",
+        record=agreement.record(
+            about,
+            card,
+            keys,
+            judgement,
+            leads,
+            verdicts=every,
+            said=[(section["title"], section["findings"]) for section in sections],
+        ),
         title=card.titled(about.title),
         about=about,
         kind=kind,
@@ -711,16 +747,16 @@ def _page(
         certainty=_certainty(about.family, every),
         comparisons=text.comparisons(every),
         legend=styles,
-        drawings={"charts": drawings, "extents": ranges, "arms": list(names)},
+        drawings=page.group(output, drawings, ranges, list(names)),
         siblings={name: output[name].name for name in OUTPUTS if name != "html"},
         rows=drawn.height,
         free=FREE,
     )
 
 
-def _chart(name: str, spec: Spec, rows: Sequence[Row]) -> dict[str, Any]:
+def _chart(name: str, model: str, spec: Spec, rows: Sequence[Row]) -> dict[str, Any]:
     varying = [key for key in rows[0] if key not in ("arm", "label")] if rows else ["x"]
-    return {"id": name, "metric": "", "near": 1, "spec": spec, "curves": charts.columns(rows, varying)}
+    return {"id": name, "metric": "", "model": model, "near": 1, "spec": spec, "curves": charts.columns(rows, varying)}
 
 
 def _described(summary: Summary, title: str) -> str:

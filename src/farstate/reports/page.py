@@ -22,12 +22,13 @@ from markupsafe import Markup
 from farstate.errors import FarstateError
 from farstate.files import atomic_path, write_text
 from farstate.reports import text
+from farstate.reports.agreement import Claim, Compared
 from farstate.reports.figures import About
 from farstate.reports.theme import ArmStyle, Spec, colour_on
 
 MAXIMUM_BYTES = 2_500_000
 _KEPT = Path(".farstate/libraries")
-OUTPUTS = ("html", "svg", "png", "json", "parquet")
+OUTPUTS = ("html", "svg", "png", "json", "parquet", "csv")
 PNG_SCALE = 2.0
 
 
@@ -37,7 +38,7 @@ class Draw(Protocol):
     Args:
         about: what the figure asks.
         inputs: by role the results' directories; each module says which it reads.
-        output: a path each for html, svg, png, json and parquet, written whole or not at all.
+        output: a path each for html, svg, png, json, parquet and csv, written whole or not at all.
         context: see `farstate.reports.context.Context`.
         keys: content keys of the results shown, carried by the page in `<meta name="farstate-keys">`.
 
@@ -62,16 +63,21 @@ class Section:
 
     Attributes:
         html: the finished `<section>`.
-        charts: what the page's script draws in it: `id` of its element, `metric` (key of `extents`), `spec`, `curves`
-            (`farstate.reports.charts.columns`), and `near`, the first position of the closer view.
+        charts: what the page's script draws in it: `id` of its element, `metric` (key of `extents`), `model` (empty where it shows
+            several), `spec`, `curves` (`farstate.reports.charts.columns`), and `near`, the first position of the closer view.
         extents: by metric and arm, the ranges of the two views (`farstate.reports.charts.extents`).
         sheet: rows for the static figure, below those of the page.
+        leads: a headline a model.
+        claims, compared: what it says to the paper's figure.
     """
 
     html: Markup
     charts: Sequence[dict[str, Any]] = ()
     extents: Mapping[str, Any] = field(default_factory=dict)
     sheet: Sequence[Spec] = ()
+    leads: Sequence[str] = ()
+    claims: Sequence[Claim] = ()
+    compared: Sequence[Compared] = ()
 
 
 def check_outputs(output: Mapping[str, Path]) -> None:
@@ -100,6 +106,8 @@ def write(output: Mapping[str, Path], html: str, specification: Spec, drawn: pol
         raise FarstateError(f"the page would be {size:,} bytes, more than {MAXIMUM_BYTES:,}; {remedy}")
     with atomic_path(output["parquet"]) as temporary:
         drawn.write_parquet(temporary)
+    with atomic_path(output["csv"]) as temporary:
+        drawn.write_csv(temporary)
     write_text(output["json"], encoded + "\n")
     write_text(output["svg"], svg)
     with atomic_path(output["png"]) as temporary:
@@ -107,13 +115,43 @@ def write(output: Mapping[str, Path], html: str, specification: Spec, drawn: pol
     write_text(output["html"], html)
 
 
-def render(template: str, **values: Any) -> str:
-    """The page of `template` (a file in `templates/`), with style, script and chart libraries inlined."""
+def group(
+    output: Mapping[str, Path], charts: Sequence[Mapping[str, Any]], extents: Mapping[str, Any], arms: Sequence[str]
+) -> Spec:
+    """What the script of a figure's own page draws: one group, named after the figure; a page of several figures holds several.
+
+    Args:
+        output: the page's paths.
+        charts, extents: as in `Section`.
+        arms: what the legend picks among.
+    """
+    return {"groups": [{"name": output["html"].stem, "arms": list(arms), "extents": extents, "charts": list(charts)}]}
+
+
+def models_of(drawings: Spec, labels: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The models that the page's reader can pick among, with their labels: all that a chart is of, if they are several."""
+    names = list(dict.fromkeys(chart["model"] for group in drawings["groups"] for chart in group["charts"] if chart["model"]))
+    return [(name, labels.get(name, name)) for name in names] if len(names) > 1 else []
+
+
+def render(template: str, *, drawings: Spec, record: Mapping[str, Any] | None = None, **values: Any) -> str:
+    """The page of `template` (a file in `templates/`), with style, script and chart libraries inlined.
+
+    Args:
+        template: its name.
+        drawings: what the script draws (`group`).
+        record: what the page says, for machines (`farstate.reports.agreement.record`).
+        values: what the template needs; the labels of the models are taken from `card`, where there is one.
+    """
     environment = _environment()
+    labels = {name: model.label for name, model in values["card"].models.items()} if "card" in values else {}
     return environment.get_template(template).render(
+        drawings=drawings,
+        models=models_of(drawings, labels),
         style=Markup(_resource("page.css")),
         script=Markup(_resource("page.js")),
         libraries=Markup(_libraries()),
+        record=record,
         **values,
     )
 

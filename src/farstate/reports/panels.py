@@ -142,10 +142,12 @@ def chart_row(
     }
 
 
-def add_drawing(drawings: list[dict[str, Any]], name: str, metric: str, spec: Spec, curves: Sequence[Row]) -> dict[str, Any]:
+def add_drawing(
+    drawings: list[dict[str, Any]], name: str, metric: str, model: str, spec: Spec, curves: Sequence[Row]
+) -> dict[str, Any]:
     """Add a chart to those the page's script draws; the figure element for it only needs its name."""
     near = next(parameter["value"] for parameter in spec["params"] if parameter["name"] == "x_low")
-    drawings.append({"id": name, "metric": metric, "near": near, "spec": spec, "curves": curves})
+    drawings.append({"id": name, "metric": metric, "model": model, "near": near, "spec": spec, "curves": curves})
     return {"id": name}
 
 

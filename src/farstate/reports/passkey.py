@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from farstate.reference import PaperPoint, paper_points
-from farstate.reports import charts, page, task_charts, task_text, tasks, text
+from farstate.reports import agreement, charts, page, task_charts, task_text, tasks, text
 from farstate.reports.charts import Row
 from farstate.reports.context import read_context
 from farstate.reports.figures import About
@@ -44,6 +44,7 @@ def draw(
     drawings: list[dict[str, Any]] = []
     sections: list[dict[str, Any]] = []
     sheet: list[Spec] = []
+    compared: list[agreement.Compared] = []
     tables: list[tuple[str, dict[str, Any]]] = []
     for model in tasks.models(scores, card):
         label, paper_model = card.models[model].label, card.models[model].paper_model
@@ -60,6 +61,7 @@ def draw(
             maps = {score: Map(style.label, lengths, depths, case.train_length, _cells(case, style, score)) for score in SCORES}
             own = [point for point in points if METHODS.get(point.method) == style.name]
             if own:
+                compared += _compared(label, style, maps["exact"].rows, _paper_cells(own))
                 maps["paper"] = Map(f"the paper: {_method(own)}", lengths, depths, case.train_length, _paper_cells(own))
             figures = {}
             for kind, cells in maps.items():
@@ -68,7 +70,7 @@ def draw(
                 name = f"{kind}-{len(drawings)}"
                 drawings.append(
                     {
-                        **{"id": name, "metric": "", "near": 1, "spec": task_charts.screen_map(cells)},
+                        **{"id": name, "metric": "", "model": model, "near": 1, "spec": task_charts.screen_map(cells)},
                         "curves": charts.columns(cells.rows, FIELDS),
                     }
                 )
@@ -81,7 +83,8 @@ def draw(
             ways.append({"maps": maps, "figures": figures})
         sections.append(
             {
-                **{"card": card.models[model], "ways": ways, "broken": tasks.broken(scores, model, styles)},
+                "claims": agreement.of_keys(case),
+                **{"name": model, "card": card.models[model], "ways": ways, "broken": tasks.broken(scores, model, styles)},
                 **{"headline": task_text.passkey_headline(case), "findings": task_text.passkey_findings(case)},
                 **{
                     "paper": any("paper" in way["figures"] for way in ways),
@@ -101,15 +104,25 @@ def draw(
             sheet += _rows(columns)
         tables += [(label, table) for table in _tables(case)]
     drawn = scores.table.sort("model", "arm", "seed", "score", "against", "length", "depth")
+    judgement = agreement.judge([claim for section in sections for claim in section["claims"]], compared, card.scale)
     html = page.render(
         "passkey.html.j2",
+        record=agreement.record(
+            about,
+            card,
+            keys,
+            judgement,
+            [section["headline"] for section in sections],
+            compared=compared,
+            remark=_remark(),
+        ),
         **tasks.words(about, card, scores, output, keys, drawn),
         sections=sections,
         remark=_remark(),
         interval=scores.interval,
         passing="state_passing" in {style.name for style in styles},
         tables=tables,
-        drawings={"charts": drawings, "extents": {}, "arms": []},
+        drawings=page.group(output, drawings, {}, []),
     )
     lines = [
         f"{text.listing([section['card'].label for section in sections])}. {card.budget}".strip(),
@@ -169,6 +182,20 @@ def _paper_cells(points: Sequence[PaperPoint]) -> list[Row]:
         }
         for point in points
     ]
+
+
+def _compared(label: str, style: ArmStyle, ours: Sequence[Row], paper: Sequence[Row]) -> list[agreement.Compared]:
+    """The paper's cells beside ours of the same depth."""
+    found = []
+    for depth in dict.fromkeys(row["depth"] for row in paper):
+        rows = [
+            {**row, "kind": kind, "arm": style.name, "label": style.label}
+            for kind, several in (("mean", ours), ("paper", paper))
+            for row in several
+            if row["depth"] == depth
+        ]
+        found += agreement.compare(f"share of keys of {label} at depth {depth:g}", rows, "length")
+    return found
 
 
 def _short(value: float) -> str:

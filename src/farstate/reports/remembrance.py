@@ -18,7 +18,7 @@ import polars
 from farstate.errors import FarstateError
 from farstate.files import read_manifest
 from farstate.reference import paper_points
-from farstate.reports import charts, page, remembrance_charts, remembrance_text, text
+from farstate.reports import agreement, charts, page, remembrance_charts, remembrance_text, text
 from farstate.reports.charts import Row
 from farstate.reports.context import Context, ModelCard, read_context
 from farstate.reports.figures import About
@@ -82,12 +82,16 @@ def draw(
         about=about,
         card=card,
         keys=json.dumps(dict(keys), sort_keys=True, ensure_ascii=False),
+        record=agreement.record(
+            about,
+            card,
+            keys,
+            agreement.judge(_claims(about, tables, card, models, styles), compared := _compared(panels), card.scale),
+            [each["headline"] for each in parts.words["sections"]],
+            compared=compared,
+        ),
         legend=styles,
-        drawings={
-            "charts": parts.charts,
-            "extents": remembrance_charts.extents(panels),
-            "arms": [style.name for style in styles],
-        },
+        drawings=page.group(output, parts.charts, remembrance_charts.extents(panels), [style.name for style in styles]),
         siblings={name: output[name].name for name in OUTPUTS if name != "html"},
         rows=drawn.height,
         tables=[(card.models[panel.model].label, _data_table(panel, styles, tables.mean)) for panel in panels],
@@ -97,10 +101,11 @@ def draw(
     page.write(output, html, specification, drawn, "lower remembrance.starts_per_octave or the number of models")
 
 
-def section(directories: Sequence[Path], card: Context, styles: Sequence[ArmStyle]) -> Section:
+def section(about: About, directories: Sequence[Path], card: Context, styles: Sequence[ArmStyle]) -> Section:
     """The part of a page of perplexity that says what is remembered, in total variation.
 
     Args:
+        about: what the page's figure asks.
         directories: one, with the `remembrance.parquet` of a comparison.
         card: what the page says of its models.
         styles: of the page's arms.
@@ -130,7 +135,33 @@ def section(directories: Sequence[Path], card: Context, styles: Sequence[ArmStyl
         charts=parts.charts,
         extents=remembrance_charts.extents(panels),
         sheet=sheet,
+        leads=[each["headline"] for each in parts.words["sections"]],
+        claims=_claims(about, tables, card, models, shown),
+        compared=_compared(panels),
     )
+
+
+def _claims(
+    about: About, tables: _Tables, card: Context, models: Sequence[str], styles: Sequence[ArmStyle]
+) -> list[agreement.Claim]:
+    """What the models of the paper's architectures say to its figure, by every distance where the page shows all."""
+    of_paper = [model for model in models if card.models[model].architecture in about.architectures] or models
+    return [
+        claim
+        for model in of_paper
+        for claim in agreement.of_remembrance(
+            card.models[model].label, _arms(tables, model, styles), all_distances=about.draws == "remembrance"
+        )
+    ]
+
+
+def _compared(panels: Sequence[Panel]) -> list[agreement.Compared]:
+    return [
+        one
+        for panel in panels
+        if panel.measure.name == "total_variation"
+        for one in agreement.compare(f"EffRem of {panel.title}", panel.rows, "start", ours="single")
+    ]
 
 
 # Reading ---------------------------------------------------------------------------------------------------
@@ -318,7 +349,7 @@ def _parts(
             limits = charts.joined(ranges.get(remembrance_charts.metric(panel.measure), {}), "all")
             drawings.append(
                 {
-                    **{"id": name, "metric": remembrance_charts.metric(panel.measure), "near": 1},
+                    **{"id": name, "metric": remembrance_charts.metric(panel.measure), "model": model, "near": 1},
                     "spec": remembrance_charts.screen_panel(panel, styles, limits),
                     "curves": charts.columns(panel.rows, FIELDS),
                 }
@@ -341,7 +372,12 @@ def _parts(
         ]
         sections.append(
             {
-                **{"card": card.models[model], "figures": figures, "paper": _paper(tables, card.models[model], mine)},
+                **{
+                    "name": model,
+                    "card": card.models[model],
+                    "figures": figures,
+                    "paper": _paper(tables, card.models[model], mine),
+                },
                 "headline": remembrance_text.headline(label, trained, arms),
                 "findings": remembrance_text.findings(arms, all_distances=all_distances),
                 "arms": [_line(arm, by_name) for arm in arms],

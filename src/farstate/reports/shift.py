@@ -15,7 +15,7 @@ import polars
 
 from farstate.errors import FarstateError
 from farstate.files import read_manifest
-from farstate.reports import charts, page, shift_charts, shift_text, text
+from farstate.reports import agreement, charts, page, shift_charts, shift_text, text
 from farstate.reports.charts import Row
 from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
@@ -74,6 +74,21 @@ def draw(
     specification = _sheet(about, card, sheet)
     html = page.render(
         "shift.html.j2",
+        record=agreement.record(
+            about,
+            card,
+            keys,
+            agreement.ours(leads := [section["headline"] for section in sections]),
+            [
+                *leads,
+                *(
+                    f"{section['card'].label}: {finding.topic} {finding.text}"
+                    for section in sections
+                    for finding in section["findings"]
+                    if finding.topic.startswith("Does it explain")
+                ),
+            ],
+        ),
         title=card.titled(about.title),
         about=about,
         card=card,
@@ -83,7 +98,7 @@ def draw(
         styles={style.name: style for style in styles},
         interval=text.listing(sorted({run["facts"]["interval"] for run in runs})),
         passed=any(run["passed"] for run in runs),
-        drawings={"charts": drawings, "extents": {}, "arms": order},
+        drawings=page.group(output, drawings, {}, order),
         siblings={name: output[name].name for name in OUTPUTS if name != "html"},
         has_control="control" in order,
     )
@@ -134,7 +149,7 @@ def _section(
         name = f"{measure.name}-{number}"
         curves.append({"id": name, "title": measure.title, "text": heading, "broken": []})
         spec = shift_charts.screen_curves(heading, measure, mine, context)
-        drawings.append(_drawing(name, measure.name, spec, rows, _VARYING_CURVE))
+        drawings.append(_drawing(name, measure.name, model, spec, rows, _VARYING_CURVE))
         static.append(shift_charts.static_curves(f"{label}: {_lower(measure.title)}", measure, mine, context, rows))
     if static:
         rows_of_sheet.append({"hconcat": static, "spacing": 28, "resolve": {"scale": {"color": "shared", "shape": "shared"}}})
@@ -154,7 +169,7 @@ def _section(
             title = f"{run['label']}: {_lower(measure.title)}"
             strips.append({"id": name, "title": title, "text": heading, "broken": [], "measure": measure.name})
             spec = shift_charts.screen_strip(heading, measure, rows, limit)
-            drawings.append(_drawing(name, "strip", spec, rows, _VARYING_HEAD))
+            drawings.append(_drawing(name, "strip", model, spec, rows, _VARYING_HEAD))
             of_measure.append(shift_charts.static_strip(f"{label}: {run['label']}", measure, rows, limit))
         if of_measure and measure is MEASURES[0]:
             rows_of_sheet += [{"hconcat": of_measure[start : start + 3], "spacing": 28} for start in range(0, len(of_measure), 3)]
@@ -167,10 +182,11 @@ def _section(
         heading = f"{run['label']}: change of the loss when states are replaced at t = {run['swap_position']:,}, {label}. The values are in the table below."
         name = f"swaps-{place}-{number}"
         swaps.append({"id": name, "title": f"{run['label']}: swapped states", "text": heading, "broken": []})
-        drawings.append(_drawing(name, "swaps", shift_charts.screen_swaps(heading, rows), rows, _VARYING_SWAP))
+        drawings.append(_drawing(name, "swaps", model, shift_charts.screen_swaps(heading, rows), rows, _VARYING_SWAP))
         of_swaps.append(shift_charts.static_swaps(f"{label}: {run['label']}, swapped states", rows))
     rows_of_sheet += [{"hconcat": of_swaps[start : start + 3], "spacing": 28} for start in range(0, len(of_swaps), 3)]
     section = {
+        "name": model,
         "card": card.models[model],
         "headline": shift_text.headline(label, runs, position),
         "findings": shift_text.findings(runs, position, runs[0]["swap_position"], runs[0]["facts"]["comparisons"]),
@@ -193,8 +209,8 @@ def _section(
     return section, rows_of_sheet
 
 
-def _drawing(name: str, metric: str, spec: Spec, rows: Sequence[Row], varying: Sequence[str]) -> dict[str, Any]:
-    return {"id": name, "metric": metric, "near": 1, "spec": spec, "curves": charts.columns(rows, varying)}
+def _drawing(name: str, metric: str, model: str, spec: Spec, rows: Sequence[Row], varying: Sequence[str]) -> dict[str, Any]:
+    return {**{"id": name, "metric": metric, "model": model, "near": 1}, "spec": spec, "curves": charts.columns(rows, varying)}
 
 
 # Rows of the charts ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import polars
 from farstate.errors import FarstateError
 from farstate.files import read_manifest
 from farstate.reference import paper_points
-from farstate.reports import charts, page, state_charts, state_text, text
+from farstate.reports import agreement, charts, page, state_charts, state_text, text
 from farstate.reports.charts import Metric, Panel, Row
 from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
@@ -353,7 +353,12 @@ def _page(
             panel = one.panel
             spec = charts.screen_panel(panel, styles, charts.joined(ranges.get(panel.metric.name, {}), "near"))
             figure = add_drawing(
-                drawings, f"{panel.metric.name}-{number}", panel.metric.name, spec, charts.columns(panel.rows, CURVE_FIELDS)
+                drawings,
+                f"{panel.metric.name}-{number}",
+                panel.metric.name,
+                model,
+                spec,
+                charts.columns(panel.rows, CURVE_FIELDS),
             )
             figure |= {
                 "place": one.place,
@@ -362,9 +367,10 @@ def _page(
                 "broken": broken(panel),
             }
             figures.append(figure)
-        summary = {record["arm"]: record for record in manifest["summary"] if record["model"] == model and record["seed"] is None}
+        summary = _summary(manifest, model)
         rows = _head_rows(heads, model, styles)
         section: dict[str, Any] = {
+            "name": model,
             "card": card.models[model],
             "figures": figures,
             "tables": [data_table(one.panel, styles, state_text.number, one.panel.metric.axis) for one in of_model[model]],
@@ -380,13 +386,32 @@ def _page(
             section["headline"], section["findings"] = state_text.heads(
                 card.models[model].label, summary, _overall(heads, model).to_dicts(), names
             )
-            section |= _head_drawings(number, rows, styles, drawings, card.models[model])
+            section |= _head_drawings(number, model, rows, styles, drawings, card.models[model])
             section["heads"] = _head_table(rows, styles)
         section["findings"] += _remark(about, card, model, summary)
         section["few"] = _few(about, heads, model, of_model[model])
         sections.append(section)
+    of_paper = [name for name in models if card.models[name].architecture in about.architectures] or models
+    rule = agreement.of_states if about.family == "whole" else agreement.of_heads
+    claims = [claim for name in of_paper for claim in rule(card.models[name].label, _summary(manifest, name))]
+    compared = [
+        one
+        for model in models
+        for drawn in of_model[model]
+        if drawn.panel.metric.name == "std"
+        for one in agreement.compare(f"std of {drawn.panel.title}", drawn.panel.rows, "position")
+    ]
     return page.render(
         "states.html.j2",
+        record=agreement.record(
+            about,
+            card,
+            keys,
+            agreement.judge(claims, compared, card.scale),
+            [section["headline"] for section in sections],
+            compared=compared,
+            remark=state_text.PAPER_WHOLE if about.family == "whole" else state_text.PAPER_HEADS,
+        ),
         title=card.titled(about.title),
         about=about,
         family=about.family,
@@ -398,7 +423,7 @@ def _page(
         certainty=state_text.certainty(manifest, [line for section in sections for line in section["lines"]]),
         legend=styles,
         styles={style.name: style for style in styles},
-        drawings={"charts": drawings, "extents": ranges, "arms": list(names)},
+        drawings=page.group(output, drawings, ranges, list(names)),
         siblings={name: output[name].name for name in OUTPUTS if name != "html"},
         has_paper=any(row["kind"] == "paper" for model in models for one in of_model[model] for row in one.panel.rows),
         has_control="control" in names,
@@ -410,8 +435,13 @@ def _page(
     )
 
 
+def _summary(manifest: Mapping[str, Any], model: str) -> dict[str, Row]:
+    """By arm what the comparison says of a model, over all seeds."""
+    return {record["arm"]: record for record in manifest["summary"] if record["model"] == model and record["seed"] is None}
+
+
 def _head_drawings(
-    number: int, rows: Sequence[Row], styles: Sequence[ArmStyle], drawings: list[dict[str, Any]], card: Any
+    number: int, model: str, rows: Sequence[Row], styles: Sequence[ArmStyle], drawings: list[dict[str, Any]], card: Any
 ) -> dict[str, Any]:
     """The map of each arm, and the ranking."""
     limit = _limit(rows)
@@ -427,7 +457,10 @@ def _head_drawings(
             {"id": f"map-{place}-{number}", "title": f"{style.label}: drift by layer and head", "text": heading, "broken": []}
         )
         drawings.append(
-            {"id": maps[-1]["id"], "metric": "map", "near": 1, "spec": spec, "curves": charts.columns(mine, _VARYING)}
+            {
+                **{"id": maps[-1]["id"], "metric": "map", "model": model, "near": 1},
+                **{"spec": spec, "curves": charts.columns(mine, _VARYING)},
+            }
         )
     found: dict[str, Any] = {"maps": maps}
     if ranked := _ranked(rows):
@@ -443,11 +476,8 @@ def _head_drawings(
         found["ranked"] = heads
         drawings.append(
             {
-                "id": found["ranking"]["id"],
-                "metric": "ranking",
-                "near": 1,
-                "spec": spec,
-                "curves": charts.columns(ranked, _VARYING),
+                **{"id": found["ranking"]["id"], "metric": "ranking", "model": model, "near": 1},
+                **{"spec": spec, "curves": charts.columns(ranked, _VARYING)},
             }
         )
     return found

@@ -318,7 +318,7 @@ def drawings(prefix: str, panels: Sequence[Panel], styles: Sequence[ArmStyle]) -
     ranges = task_charts.extents(panels)
     charted = [
         {
-            **{"id": f"{prefix}-{number}", "metric": panel.metric, "near": 1},
+            **{"id": f"{prefix}-{number}", "metric": panel.metric, "model": panel.model, "near": 1},
             "spec": task_charts.screen_panel(panel, styles, charts.joined(ranges.get(panel.metric, {}), "all")),
             "curves": charts.columns(panel.rows, FIELDS),
         }

@@ -1,71 +1,173 @@
 "use strict";
 (function () {
-  const page = JSON.parse(document.getElementById("farstate-charts").textContent);
-  const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const buttons = [...document.querySelectorAll("[data-arm]")];
-  const views = new Map();
-  let picked = new Set();
+  const { groups } = JSON.parse(document.getElementById("farstate-charts").textContent);
+  const root = document.documentElement;
+  const ground = window.matchMedia("(prefers-color-scheme: dark)");
+  const all = (selector, within = document) => [...within.querySelectorAll(selector)];
+  const charts = groups.flatMap((group) =>
+    group.charts.map((chart) => ({ ...chart, group, place: document.getElementById(chart.id), view: null, drawing: null, seen: false, stale: false })));
+  for (const group of groups) {
+    group.element = all("[data-group]").find((element) => element.tagName !== "BUTTON" && element.dataset.group === group.name);
+    group.models = new Set(group.charts.map((chart) => chart.model).filter(Boolean));
+    group.picked = new Set();
+  }
+  let arms = new Set();
+  let models = new Set();
   let range = "near";
+  let printing = false;
 
-  const shown = () => page.arms.filter((arm) => picked.size === 0 || picked.has(arm));
+  /* ---- What is shown ---- */
 
-  /** The range of a metric over the arms that are shown, or null when none of them is drawn. */
-  function extent(metric) {
-    const byArm = page.extents[metric] || {};
-    const parts = shown().map((arm) => byArm[arm] && byArm[arm][range]).filter(Boolean);
-    if (parts.length === 0) return null;
-    return [Math.min(...parts.map((part) => part[0])), Math.max(...parts.map((part) => part[1]))];
+  /** The arms a group shows: those its own legend picks, else those picked for all groups, else all. */
+  function shown(group) {
+    const picked = group.picked.size ? group.picked : arms;
+    const found = group.arms.filter((arm) => picked.has(arm));
+    return found.length ? found : group.arms;
+  }
+
+  /** The range of a metric over the arms that are shown, or nothing when none of them is drawn. */
+  function extent(chart) {
+    const byArm = chart.group.extents[chart.metric] || {};
+    const parts = shown(chart.group).map((arm) => byArm[arm] && byArm[arm][range]).filter(Boolean);
+    return parts.length ? [Math.min(...parts.map((part) => part[0])), Math.max(...parts.map((part) => part[1]))] : [];
   }
 
   /** Steer a chart by those of the page's signals that it has. */
   function apply(chart) {
-    const view = views.get(chart.id);
-    if (!view) return Promise.resolve();
+    chart.stale = false;
     const known = new Set((chart.spec.params || []).map((parameter) => parameter.name));
-    const limits = extent(chart.metric) || [];
-    const wanted = { shown: shown(), x_low: range === "near" ? chart.near : 1, y_low: limits[0], y_high: limits[1] };
+    const [low, high] = extent(chart);
+    const wanted = { dark: ground.matches && !printing, shown: shown(chart.group), x_low: range === "near" ? chart.near : 1, y_low: low, y_high: high };
     for (const [name, value] of Object.entries(wanted)) {
-      if (known.has(name) && value !== undefined && value !== null) view.signal(name, value);
+      if (known.has(name) && value !== undefined) chart.view.signal(name, value);
     }
-    return view.runAsync();
+    return chart.view.runAsync();
   }
+
+  /** Charts in sight at once, the others when they come into sight. */
+  function applyAll() {
+    return Promise.all(charts.filter((chart) => chart.view).map((chart) => {
+      chart.stale = true;
+      return chart.seen || printing ? apply(chart) : null;
+    }));
+  }
+
+  function say(group, sentence) {
+    let note = group.element.querySelector("[data-missing]");
+    if (!note && sentence) {
+      note = document.createElement("p");
+      note.className = "small missing";
+      note.dataset.missing = "";
+      const heading = group.element.querySelector("h1, h2, h3");
+      if (heading) heading.after(note);
+      else group.element.prepend(note);
+    }
+    if (note) [note.textContent, note.hidden] = [sentence, !sentence];
+    group.element.classList.toggle("lacking", Boolean(sentence));
+  }
+
+  const label = (kind, name) => {
+    const button = all(`button[data-${kind}]`).find((each) => each.dataset[kind] === name);
+    return button ? button.textContent.trim() : name;
+  };
+  const labels = (kind, names) => [...names].map((name) => label(kind, name)).join(", ");
 
   function update() {
-    for (const button of buttons) {
-      button.setAttribute("aria-pressed", String(picked.size === 0 || picked.has(button.dataset.arm)));
+    for (const button of all("button[data-arm]")) {
+      const group = groups.find((each) => each.name === button.dataset.group);
+      const on = group ? shown(group).includes(button.dataset.arm) : arms.size === 0 || arms.has(button.dataset.arm);
+      button.setAttribute("aria-pressed", String(on));
     }
-    for (const button of document.querySelectorAll("[data-range]")) {
-      button.setAttribute("aria-pressed", String(button.dataset.range === range));
+    for (const button of all("button[data-model]")) {
+      button.setAttribute("aria-pressed", String(models.size === 0 || models.has(button.dataset.model)));
     }
-    return Promise.all(page.charts.map(apply));
+    for (const button of all("[data-range]")) button.setAttribute("aria-pressed", String(button.dataset.range === range));
+    for (const group of groups.filter((each) => each.element)) {
+      const held = [...models].some((model) => group.models.has(model));
+      for (const panel of all("[data-panel][data-model]", group.element)) {
+        panel.hidden = held && panel.dataset.model !== "" && !models.has(panel.dataset.model);
+      }
+      const missing = [];
+      if (models.size && !held) missing.push(labels("model", models));
+      if (arms.size && !group.arms.some((arm) => arms.has(arm))) missing.push(labels("arm", arms));
+      say(group, missing.length ? `Not in this figure: ${missing.join("; ")}. All of it is shown.` : "");
+    }
+    const status = document.querySelector("[data-status]");
+    if (status) {
+      status.textContent = `Shown: ${arms.size ? labels("arm", arms) : "all arms"}${models.size ? `; ${labels("model", models)}` : ""}.`;
+    }
+    return applyAll();
   }
 
-  function setDark(value) {
-    for (const view of views.values()) view.signal("dark", value).run();
+  /* ---- Picking ---- */
+
+  /* A click leaves one (again: all of them); with shift, control or a finger it adds or removes one. */
+  function toggled(picked, name, choices, several) {
+    if (!several) return picked.size === 1 && picked.has(name) ? new Set() : new Set([name]);
+    const next = new Set(picked);
+    if (!next.delete(name)) next.add(name);
+    return choices.every((choice) => next.has(choice)) ? new Set() : next;
   }
 
-  /* A click leaves one arm (again: all of them); with shift, control or a finger it adds or removes one. */
-  function pick(arm, several) {
-    if (several) {
-      const next = new Set(picked.size === 0 && shown().length === page.arms.length ? [] : picked);
-      if (next.has(arm)) next.delete(arm);
-      else next.add(arm);
-      picked = next.size === page.arms.length ? new Set() : next;
-    } else {
-      picked = picked.size === 1 && picked.has(arm) ? new Set() : new Set([arm]);
+  const several = (event) => event.shiftKey || event.ctrlKey || event.metaKey || event.pointerType === "touch";
+
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("button");
+    if (!button) return;
+    const { arm, model, group: name } = button.dataset;
+    const group = groups.find((each) => each.name === name);
+    const choices = (kind) => all(`button[data-${kind}]`).filter((each) => each.dataset.group === name).map((each) => each.dataset[kind]);
+    if (arm !== undefined && group) group.picked = toggled(group.picked, arm, choices("arm"), several(event));
+    else if (arm !== undefined) arms = toggled(arms, arm, choices("arm"), several(event));
+    else if (model !== undefined) models = toggled(models, model, choices("model"), several(event));
+    else if (button.dataset.range !== undefined) range = button.dataset.range;
+    else if (button.dataset.all !== undefined && group) group.picked = new Set();
+    else if (button.dataset.all !== undefined) {
+      [arms, models] = [new Set(), new Set()];
+      for (const each of groups) each.picked = new Set();
+    } else return;
+    keep();
+    update();
+  });
+
+  /* ---- The address keeps what is picked, so that it can be sent: #arms=…&models=…&range=all&in.fig5=… ---- */
+
+  function keep() {
+    const list = (names) => [...names].map(encodeURIComponent).join(",");
+    const parts = [
+      ...(arms.size ? [`arms=${list(arms)}`] : []),
+      ...(models.size ? [`models=${list(models)}`] : []),
+      ...(range === "near" ? [] : [`range=${range}`]),
+      ...groups.filter((group) => group.picked.size).map((group) => `in.${encodeURIComponent(group.name)}=${list(group.picked)}`),
+    ];
+    if (parts.length || location.hash.includes("=")) {
+      history.replaceState(null, "", location.href.split("#")[0] + (parts.length ? `#${parts.join("&")}` : ""));
     }
-    return update();
   }
 
-  for (const button of buttons) {
-    button.addEventListener("click", (event) =>
-      pick(button.dataset.arm, event.shiftKey || event.ctrlKey || event.metaKey || event.pointerType === "touch"));
+  /** Take over what the address says, as far as the page has it; an address of a place on the page says nothing. */
+  function recall() {
+    if (!location.hash.includes("=")) return false;
+    const said = new Map();
+    for (const part of location.hash.slice(1).split("&")) {
+      const [name, value = ""] = part.split("=");
+      try {
+        said.set(decodeURIComponent(name), value.split(",").filter(Boolean).map(decodeURIComponent));
+      } catch {
+        continue; // not an encoding: as if it were not there
+      }
+    }
+    const known = (names, choices) => new Set((names || []).filter((name) => choices.includes(name)));
+    arms = known(said.get("arms"), groups.flatMap((group) => group.arms));
+    models = known(said.get("models"), groups.flatMap((group) => [...group.models]));
+    range = (said.get("range") || [])[0] === "all" ? "all" : "near";
+    for (const group of groups) group.picked = known(said.get(`in.${group.name}`), group.arms);
+    return true;
   }
-  for (const button of document.querySelectorAll("[data-range]")) {
-    button.addEventListener("click", () => { range = button.dataset.range; return update(); });
-  }
-  const all = document.querySelector("[data-all]");
-  if (all) all.addEventListener("click", () => { picked = new Set(); return update(); });
+
+  window.addEventListener("hashchange", () => { if (recall()) update(); });
+
+  /* ---- Drawing ---- */
 
   /** One record per curve, with lists in it, to one record per point. */
   function rows(curves) {
@@ -75,8 +177,8 @@
     });
   }
 
-  const draw = async (chart) => {
-    const place = document.getElementById(chart.id);
+  async function embed(chart) {
+    const { place } = chart;
     try {
       const spec = { ...chart.spec, data: { name: "rows", values: rows(chart.curves) } };
       const result = await window.vegaEmbed(place, spec, {
@@ -87,20 +189,76 @@
         tooltip: { theme: "custom", offsetX: 12, offsetY: 12 },
         defaultStyle: true,
       });
-      views.set(chart.id, result.view);
-      result.view.signal("dark", dark.matches);
+      chart.view = result.view;
+      const picture = place.querySelector("svg.marks");
+      picture.setAttribute("role", "img");
+      picture.removeAttribute("aria-roledescription");
+      picture.setAttribute("aria-label", place.dataset.text);
+      const menu = place.querySelector("summary");
+      if (menu) menu.setAttribute("aria-label", "Save this chart as SVG or PNG");
       await apply(chart);
+      root.dataset.drawn = String(Number(root.dataset.drawn) + 1);
+      if (!root.dataset.firstDrawn) root.dataset.firstDrawn = String(Math.round(performance.now()));
+      sizes.observe(place);
     } catch (error) {
       place.textContent = "This chart could not be drawn: " + error.message + ". Its numbers are in the data table below.";
       place.classList.add("problem");
       throw error;
     }
-  };
-  Promise.allSettled(page.charts.map(draw)).then((results) => {
-    document.documentElement.dataset.drawn = String(results.filter((result) => result.status === "fulfilled").length);
+  }
+
+  const draw = (chart) => { chart.drawing = chart.drawing || embed(chart); return chart.drawing; };
+  const visible = (chart) => chart.place && !chart.place.closest("[hidden]");
+
+  /* One after the other, with room between them for the reader's scrolling and clicks. */
+  const waiting = [];
+  let busy = false;
+  async function work() {
+    if (busy) return;
+    busy = true;
+    while (waiting.length) {
+      const chart = waiting.shift();
+      if (!chart.drawing) await draw(chart).catch((error) => console.error(error));
+      await new Promise((done) => setTimeout(done));
+    }
+    busy = false;
+  }
+
+  const byPlace = new Map(charts.map((chart) => [chart.place, chart]));
+  const sight = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      const chart = byPlace.get(target);
+      chart.seen = isIntersecting;
+      if (!isIntersecting) continue;
+      if (!chart.drawing) waiting.push(chart);
+      else if (chart.view && chart.stale) apply(chart);
+    }
+    work();
+  }, { rootMargin: "500px 0px" });
+
+  /* The library follows the window only; a chart's column also changes when panels are hidden. */
+  const sizes = new ResizeObserver((entries) => {
+    if (printing) return;
+    for (const { target } of entries) {
+      const chart = byPlace.get(target);
+      const width = target.clientWidth;
+      if (width && chart.spec.width === "container" && chart.view.signal("width") !== width) chart.view.signal("width", width).runAsync();
+    }
   });
 
-  dark.addEventListener("change", (event) => setDark(event.matches));
-  window.addEventListener("beforeprint", () => setDark(false));
-  window.addEventListener("afterprint", () => setDark(dark.matches));
+  ground.addEventListener("change", applyAll);
+  window.addEventListener("beforeprint", () => {
+    printing = true;
+    applyAll();
+    for (const chart of charts.filter(visible)) draw(chart);
+  });
+  window.addEventListener("afterprint", () => { printing = false; applyAll(); });
+
+  [root.dataset.charts, root.dataset.drawn] = [String(charts.length), "0"];
+  recall();
+  update();
+  const first = charts.find(visible);
+  if (first) waiting.push(first);
+  work();
+  for (const chart of charts.filter((each) => each.place)) sight.observe(chart.place);
 })();
