@@ -117,7 +117,9 @@ def page_inputs(wildcards):
     page = PLAN.pages.get(wildcards.figure)
     if page is None:
         known = ", ".join(PLAN.pages)
-        raise WorkflowError(f"reports/{wildcards.figure}.html: no such page; these parameters have {known}")
+        raise WorkflowError(
+            f"reports/{wildcards.figure}.html: no such page; these parameters have {known}"
+        )
     return {
         "wanted": page.manifest,
         "shown": [ancient(path) for stage in page.shown for path in stage.outputs],

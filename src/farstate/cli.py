@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 import typer.core
@@ -37,7 +37,7 @@ class _Panels(typer.core.TyperGroup):
         for panel, names in PANELS.items():
             for name in names:
                 if name in self.commands:
-                    self.commands[name].rich_help_panel = panel
+                    cast(typer.core.TyperCommand, self.commands[name]).rich_help_panel = panel
 
     def list_commands(self, ctx: Any) -> list[str]:
         ordered = [name for names in PANELS.values() for name in names if name in self.commands]
