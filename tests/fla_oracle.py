@@ -55,6 +55,14 @@ class Oracle:
         """
         return self._ask({"load": str(folder), "tokens": None if tokens is None else tokens.tolist()})
 
+    def adapt(self, folder: Path, model_type: str, tokens: Tensor, **options: Any) -> dict[str, Any]:
+        """`farstate.adapt` on a random fla model, which is trained through it with states passed and then saves itself to `folder`.
+
+        Returns:
+            `same`: whether both have the same parameters; `before` and `after` training fla's logits of `tokens` and ours.
+        """
+        return self._ask({"adapt": model_type, "folder": str(folder), "tokens": tokens.tolist(), "options": options})
+
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -90,21 +98,50 @@ def _serve() -> None:
     _replace_kernels()
     for line in sys.stdin:
         request = json.loads(line)
-        result = _make(request) if "make" in request else _load(request)
+        result = _make(request) if "make" in request else _adapt(request) if "adapt" in request else _load(request)
         torch.save(result, request["answer"])
         print("done", file=answers, flush=True)
 
 
-def _make(request: dict[str, Any]) -> dict[str, Any]:
+def _random(model_type: str, options: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(request["make"], **request["options"])
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **options)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             # Away from the initialisation, where norms are one and biases zero and mistakes cancel.
             parameter += 0.2 * torch.randn(parameter.shape)
+    return model
+
+
+def _adapt(request: dict[str, Any]) -> dict[str, Any]:
+    import farstate
+
+    theirs = _random(request["adapt"], request["options"])
+    ours, tokens = farstate.adapt(theirs), torch.tensor(request["tokens"])
+    result: dict[str, Any] = {"same": {id(p) for p in ours.parameters()} == {id(p) for p in theirs.parameters()}}
+
+    def logits() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return theirs(tokens, use_cache=False).logits, ours(tokens)[0] @ ours.head_weight.T
+
+    result["before"] = logits()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    passing = farstate.StatePassing(farstate.Run.of(ours, rows=len(tokens), context=tokens.shape[1] - 1))
+    for step in range(3):
+        hidden, final = ours(tokens[:, :-1], passing.initial(step))
+        farstate.mean_nll(hidden, ours.head_weight, tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        passing.observe(final)
+    result["after"] = logits()
+    theirs.save_pretrained(request["folder"])
+    return result
+
+
+def _make(request: dict[str, Any]) -> dict[str, Any]:
+    model = _random(request["make"], request["options"])
     model.save_pretrained(request["folder"])
     tokens, split = torch.tensor(request["tokens"]), request["split"]
     logits = model(tokens, use_cache=False).logits

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from importlib import import_module
 from typing import get_args
 
 import numpy as np
@@ -15,7 +17,7 @@ from farstate import params
 from farstate.models.language_model import LanguageModel
 from farstate.models.mamba2.shape import Mamba2Config
 from farstate.state import State
-from farstate.training.initial_states import NO_AGE, REGISTRY, Intervention, Run, build
+from farstate.training.initial_states import NO_AGE, Intervention, Run, build
 
 ROWS, CONTEXT = 8, 5
 MODEL = LanguageModel(Mamba2Config(width=16, layers=2, state_size=8, head_size=8, vocabulary_size=11))
@@ -84,9 +86,21 @@ def marks(state: State | None) -> list[float]:
     return state.entries(0)[:, 0, 0].tolist()
 
 
-def test_every_arm_of_the_parameters_is_registered():
-    union = get_args(params.Arm)[0]
-    assert {get_args(arm.model_fields["initial_state"].annotation)[0] for arm in get_args(union)} == set(REGISTRY)
+@pytest.mark.parametrize("name", params.ARMS)
+def test_options_and_defaults_are_those_of_the_parameters(name):
+    """What one writes in Python and in params.yaml is the same, and means the same where it is left out."""
+    parameters, where = params.ARMS[name]
+    assert get_args(parameters.model_fields["initial_state"].annotation) == (name,)
+    module, _, kind = where.partition(":")
+    options = dict(inspect.signature(getattr(import_module(module), kind)).parameters)
+    assert next(iter(options)) == "run"
+    del options["run"]
+    missing = inspect.Parameter.empty
+    assert {option: each.default for option, each in options.items()} == {
+        field: missing if each.is_required() else each.default
+        for field, each in parameters.model_fields.items()
+        if field != "initial_state"
+    }
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=name_of)

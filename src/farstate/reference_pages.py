@@ -1,4 +1,4 @@
-"""`config/params.schema.json` and `docs/parameters.md`, generated from the typed parameters so that they cannot drift."""
+"""The generated files: `config/params.schema.json`, `docs/parameters.md`, `docs/commands.md`, `docs/tables.md`, so that they cannot drift."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from farstate.command_page import command_page
 from farstate.params import Model, Params
 from farstate.settings import Settings
+from farstate.table_page import table_page
 
 _INTRODUCTION = """# Parameters
 
@@ -23,8 +25,13 @@ the same values have the same results. Unknown keys are errors. Write numbers li
 """
 
 
+def reference_pages() -> dict[Path, str]:
+    """All generated files by path, relative to the repository."""
+    return {**parameter_pages(), Path("docs/commands.md"): command_page(), Path("docs/tables.md"): table_page()}
+
+
 def parameter_pages() -> dict[Path, str]:
-    """The generated files by path, relative to the repository."""
+    """The files generated from the parameters."""
     schema = Params.model_json_schema()
     schema["title"] = "Farstate parameters"
     return {

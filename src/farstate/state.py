@@ -160,6 +160,31 @@ class State:
         return self.select(index)
 
     @staticmethod
+    def from_tensors(tree: Any, batch_dimension: int = 0) -> State:
+        """The state of a module of one's own: any nest of lists, tuples and dictionaries of tensors, one layer a tensor.
+
+        Args:
+            tree: floating-point tensors with the batch at `batch_dimension` (1 for `torch.nn.GRU` and `torch.nn.LSTM`). Of three or
+                more dimensions, batch first, they are (batch, head, …); of fewer they become one head, (batch, 1, entries).
+
+        Raises:
+            FarstateError: a leaf that is something else.
+        """
+        from farstate.trees import Layout
+
+        return Layout.of(tree, batch_dimension).state(tree)
+
+    def to_tensors(self, like: Any, batch_dimension: int = 0) -> Any:
+        """The nest that `from_tensors` was given, of the form of `like`, whose batch may be of another size.
+
+        Raises:
+            FarstateError: `like` has another number of tensors.
+        """
+        from farstate.trees import Layout
+
+        return Layout.of(like, batch_dimension).tree(self)
+
+    @staticmethod
     def cat(states: Sequence[State]) -> State:
         """One state whose batch is the batches of `states` one after the other.
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from farstate.errors import FarstateError
-from farstate.evaluation.stream import Model, Precision
+from farstate.evaluation.stream import Precision
+from farstate.models.contract import Model
 from farstate.models.head import default_chunk_tokens
 from farstate.ops.precision import compute_dtype
 from farstate.state import State

@@ -16,11 +16,12 @@ from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
 from farstate.evaluation.bins import Bins, log_bins
 from farstate.evaluation.positions import PositionSums, write_positions
-from farstate.evaluation.stream import Model, stream_nll
+from farstate.evaluation.stream import stream_nll
 from farstate.evaluation.texts import Text, select
 from farstate.evaluation.windows import stride, window_nll
 from farstate.files import MANIFEST, atomic_path, write_manifest
 from farstate.models.checkpoints import load_model
+from farstate.models.contract import Model
 from farstate.models.language_model import LanguageModel
 from farstate.ops.precision import flushed_denormals
 from farstate.params import Evaluate, Texts

@@ -24,9 +24,10 @@ from farstate.corpus.records import Damage, read_files
 from farstate.corpus.tokenizer import load_tokenizer, symbols
 from farstate.errors import FarstateError, nearest
 from farstate.evaluation.perplexity import EvaluationSettings
-from farstate.evaluation.stream import Model, stream_nll
+from farstate.evaluation.stream import stream_nll
 from farstate.models.checkpoints import detect_format, load_model
 from farstate.models.config import Config
+from farstate.models.contract import Model
 from farstate.ops.precision import flushed_denormals
 from farstate.params import Source
 from farstate.reference import PUBLISHED_CONTEXT, PUBLISHED_FILE, PUBLISHED_TOLERANCE, Published, published

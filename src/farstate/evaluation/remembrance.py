@@ -25,9 +25,10 @@ from torch import Tensor
 from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
 from farstate.evaluation.perplexity import EvaluationSettings, Progress, prepare
-from farstate.evaluation.stream import Model, Precision
+from farstate.evaluation.stream import Precision
 from farstate.evaluation.texts import Text
 from farstate.files import atomic_path, write_manifest
+from farstate.models.contract import Model
 from farstate.ops.divergence import divergence
 from farstate.ops.precision import flushed_denormals
 from farstate.params import Remembrance

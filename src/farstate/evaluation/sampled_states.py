@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from farstate.evaluation.stream import Model, Precision
+from farstate.evaluation.stream import Precision
+from farstate.models.contract import Model
 from farstate.state import State
 
 Integers = npt.NDArray[np.int64]

@@ -25,9 +25,9 @@ from farstate.corpus.store import TokenStore
 from farstate.errors import FarstateError
 from farstate.evaluation.bins import log_bins
 from farstate.evaluation.perplexity import EvaluationSettings, prepare
-from farstate.evaluation.stream import Model
 from farstate.evaluation.texts import Text
 from farstate.files import atomic_path, write_manifest
+from farstate.models.contract import Model
 from farstate.ops import state_moments
 from farstate.ops.precision import flushed_denormals
 from farstate.ops.state_moments import Moments

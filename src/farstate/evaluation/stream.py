@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
+from farstate.models.contract import Model
 from farstate.models.head import token_nll
 from farstate.state import State
 
@@ -17,15 +17,6 @@ Read = Callable[[int, int], npt.NDArray[np.int64]]
 """`read(start, count)` gives the tokens x_start … x_{start+count−1} of every row, shape (R, count)."""
 
 Precision = Literal["float32", "bf16-mixed"]
-
-
-class Model(Protocol):
-    """What an evaluation needs of a language model: hidden states, the carried state, and the head's weight."""
-
-    @property
-    def head_weight(self) -> Tensor: ...
-
-    def __call__(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]: ...
 
 
 def stream_nll(

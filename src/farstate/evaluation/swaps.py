@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from farstate.evaluation.sampled_states import Head, Integers, StateSet, inference
-from farstate.evaluation.stream import Model, Precision
+from farstate.evaluation.stream import Precision
 from farstate.evaluation.uncertainty import Floats
+from farstate.models.contract import Model
 from farstate.models.head import token_nll
 from farstate.state import State
 

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from farstate.evaluation.stream import Model, Precision, stream_nll
+from farstate.evaluation.stream import Precision, stream_nll
+from farstate.models.contract import Model
 
 Integers = npt.NDArray[np.int64]
 ReadRow = Callable[[int, int, int], Integers]

@@ -18,12 +18,31 @@ from torch import Tensor
 
 from farstate.errors import FarstateError, nearest
 from farstate.files import atomic_folder
+from farstate.models.config import Config
 from farstate.models.formats import FORMATS, Checkpoint, Origin, farstate
-from farstate.models.formats.checks import check_names_and_shapes, refuse_quantized, token_ids, unknown_architecture, untie
+from farstate.models.formats.checks import (
+    EMBEDDING,
+    HEAD,
+    check_names_and_shapes,
+    refuse_quantized,
+    token_ids,
+    unknown_architecture,
+    untie,
+)
 from farstate.models.formats.files import CONFIG, DTYPES, SAFETENSORS, dtypes_of, json_object
 from farstate.models.language_model import LanguageModel
 
-__all__ = ["CONFIG", "SAFETENSORS", "detect_format", "export", "load_model", "load_with_origin", "save_model", "write_weights"]
+__all__ = [
+    "CONFIG",
+    "SAFETENSORS",
+    "detect_format",
+    "export",
+    "load_model",
+    "load_with_origin",
+    "save_in_format",
+    "save_model",
+    "write_weights",
+]
 
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -100,7 +119,7 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     raise FarstateError(f"{root}: not a checkpoint of {', '.join(FORMATS)}")
 
 
-class _Unfilled(LanguageModel):
+class Unfilled(LanguageModel):
     """A model whose parameters are about to be read: drawing those of a billion takes half a minute."""
 
     def _initialize(self, generator: torch.Generator) -> None:
@@ -114,8 +133,9 @@ def _loaded(root: Path, dtype: torch.dtype) -> tuple[LanguageModel, Checkpoint]:
     untie(checkpoint.tensors, checkpoint.config, checkpoint.source)
     # Memory is taken only for sizes that the file has too.
     check_names_and_shapes(checkpoint.tensors, _shapes(checkpoint), checkpoint.source)
-    model = _Unfilled(checkpoint.config, dtype=dtype)
+    model = Unfilled(checkpoint.config, dtype=dtype)
     model.load_state_dict(checkpoint.tensors)
+    model.origin = checkpoint.origin
     return model.eval(), checkpoint
 
 
@@ -130,7 +150,7 @@ def _shapes(checkpoint: Checkpoint) -> dict[str, Tensor]:
         raise FarstateError(f"{source}: holds {len(checkpoint.tensors)} tensors, the configuration has {config.layers} layers")
     try:
         with torch.device("meta"):
-            return _Unfilled(config).state_dict()
+            return Unfilled(config).state_dict()
     except (RuntimeError, OverflowError, TypeError):
         raise FarstateError(f"{source}: the configuration has sizes that no tensor can have") from None
 
@@ -186,10 +206,49 @@ def export(
             `load_model` raises.
     """
     root, target = Path(source), Path(output)
+    model, checkpoint = _loaded(_unless_there(root, target), torch.float32)
+    # In the order of the model, which is that of the files that the libraries write.
+    tensors = {key: checkpoint.tensors[key] for key in model.state_dict()}
+    folder = root if root.is_dir() else root.parent
+    return _write(root, checkpoint.config, tensors, checkpoint.origin, folder, target, format_name, dtype)
+
+
+def save_in_format(
+    model: LanguageModel, output: str | os.PathLike[str], format_name: str | None = None, dtype: str | None = None
+) -> Exported:
+    """Write `model` into the new folder `output`, in the format that it was read from (`model.origin`) unless another is named.
+
+    As `export`, and with the files that came beside the weights where `model.origin["checkpoint"]` is still a folder.
+
+    Raises:
+        FarstateError: as `export`.
+    """
+    target = Path(output)
+    _unless_there(target, target)
+    folder = Path(model.origin.get("checkpoint", ""))
+    tensors = {key: tensor.detach().cpu() for key, tensor in model.state_dict().items()}
+    if model.config.tied_embeddings:
+        tensors[HEAD] = tensors[EMBEDDING]
+    return _write(Path("model"), model.config, tensors, model.origin, folder, target, format_name, dtype)
+
+
+def _unless_there(root: Path, target: Path) -> Path:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FarstateError(f"{target}: already there; give the name of a new folder")
-    model, checkpoint = _loaded(root, torch.float32)
-    config, origin = checkpoint.config, checkpoint.origin
+    return root
+
+
+def _write(
+    root: Path,
+    config: Config,
+    tensors: Mapping[str, Tensor],
+    origin: Origin,
+    folder: Path,
+    target: Path,
+    format_name: str | None,
+    dtype: str | None,
+) -> Exported:
+    """Write `tensors` into `target`; `root` names the model in messages, `folder` may hold files to copy along."""
     name = format_name or origin.get("format")
     able = [known for known, kind in FORMATS.items() if config.architecture in kind.architectures]
     if name is None:
@@ -200,10 +259,7 @@ def export(
         raise FarstateError(
             f"{root}: {name} has no architecture '{config.architecture}'; formats that have it: {', '.join(able)}"
         )
-    # In the order of the model, which is that of the files that the libraries write.
-    tensors = {key: checkpoint.tensors[key] for key in model.state_dict()}
     tensors = _cast(tensors, origin.get("storage", {}), dtype)
-    folder = root if root.is_dir() else root.parent
     with atomic_folder(target) as part:
         kept = origin if name in ("farstate", origin.get("format")) else {"token_ids": token_ids(origin.get("config", {}))}
         FORMATS[name].write(config, tensors, part, kept)

@@ -40,6 +40,7 @@ class LanguageModel(nn.Module):
     Attributes:
         recomputes: keep for the backward pass only what enters each block, and compute the rest again (activation checkpointing);
             the numbers are the same.
+        origin: where the weights came from, as a format says it (`farstate.models.formats.Origin`); empty for a model made here.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.recomputes = False
+        self.origin: dict[str, Any] = {}
         self.backbone = Backbone(config)
         self.lm_head = linear(config.width, config.padded_vocabulary)
         self._tie()

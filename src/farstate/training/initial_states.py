@@ -1,7 +1,8 @@
 """The interventions: from which state each training sequence begins (paper §3 and App. B; everything else is equal).
 
-Adding one: a class with the methods of `Intervention` (`farstate.training.interventions`), its parameters in
-`farstate.params.Arm`, one line in `REGISTRY`. The five of the paper are here, those that take them apart in `mechanism`.
+Adding one: a file with a class that has the methods of `Intervention` (`farstate.training.interventions`), and one line in
+`farstate.params.ARMS` (docs/adding_an_intervention.md). The five of the paper are here, those that take them apart in `mechanism`.
+A training loop of one's own makes them by hand: `StatePassing(Run.of(model, rows=8, context=64), reset_probability=0.1)`.
 
 Draws depend only on (seed, step, row of the batch): not on how a batch is cut into micro-batches, nor on what was drawn
 before. Hence no generator has to be saved, and a resumed run draws what the uninterrupted one does. Noise is drawn on the
@@ -13,33 +14,44 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from itertools import accumulate
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from farstate import params
+from farstate.errors import FarstateError
 from farstate.state import LayerState, State, joined
-from farstate.training.interventions import NO_AGE, NOISE, Intervention, Rows, Run, drawn_resets, generators
-from farstate.training.mechanism import Gaussian, Permuted
+from farstate.training.interventions import (
+    NO_AGE,
+    NOISE,
+    Intervention,
+    Rows,
+    Run,
+    drawn_resets,
+    generators,
+    hold_to_parameters,
+    hold_to_run,
+)
 
-__all__ = ["NO_AGE", "REGISTRY", "Intervention", "Rows", "Run", "build"]
+__all__ = ["NO_AGE", "Intervention", "Rows", "Run", "build"]
 
 
 class ZeroInit:
     """The control: every sequence begins from zero, as in pre-training."""
 
-    def __init__(self, arm: params.ZeroInit, run: Run) -> None:
+    def __init__(self, run: Run) -> None:
         self._ages = torch.zeros(run.part, dtype=torch.int64)
 
-    def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
+    def initial(self, step: int, batch: Rows | None = None, micro_batch: int = 0) -> State | None:
         return None
 
     def ages(self) -> Tensor:
         return self._ages
 
-    def observe(self, final_state: State, micro_batch: int) -> None:
+    def observe(self, final_state: State, micro_batch: int = 0) -> None:
         pass
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -52,18 +64,19 @@ class ZeroInit:
 class RandomNoise:
     """N(0, σ²) for every element of the recurrent state, one σ for all layers and heads; the auxiliary state is zero."""
 
-    def __init__(self, arm: params.RandomNoise, run: Run) -> None:
+    def __init__(self, run: Run, *, sigma: float) -> None:
+        hold_to_parameters("random_noise", sigma=sigma)
         self._run = run
-        self._sigma = arm.sigma
+        self._sigma = sigma
         self._ages = torch.full((run.part,), NO_AGE, dtype=torch.int64)
 
-    def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
+    def initial(self, step: int, batch: Rows | None = None, micro_batch: int = 0) -> State | None:
         return _noise(self._run, step, micro_batch, lambda layer, values: values.mul_(self._sigma))
 
     def ages(self) -> Tensor:
         return self._ages
 
-    def observe(self, final_state: State, micro_batch: int) -> None:
+    def observe(self, final_state: State, micro_batch: int = 0) -> None:
         pass
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -81,14 +94,15 @@ class FittedNoise:
     the batches before there are any begin from zero.
     """
 
-    def __init__(self, arm: params.FittedNoise, run: Run) -> None:
+    def __init__(self, run: Run, *, beta: float = 0.1) -> None:
+        hold_to_parameters("fitted_noise", beta=beta)
         self._run = run
-        self._beta = arm.beta
+        self._beta = beta
         self._mean: Tensor | None = None  # (all heads of all layers,) float64, on the CPU
         self._variance: Tensor | None = None
         self._parts: list[tuple[Tensor, Tensor]] = []
 
-    def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
+    def initial(self, step: int, batch: Rows | None = None, micro_batch: int = 0) -> State | None:
         if self._mean is None or self._variance is None:
             return None
         heads = [values.shape[1] for values in _all_entries(self._run.zero_state(1))]
@@ -103,7 +117,8 @@ class FittedNoise:
         return torch.full((self._run.part,), 0 if self._mean is None else NO_AGE, dtype=torch.int64)
 
     @torch.no_grad()
-    def observe(self, final_state: State, micro_batch: int) -> None:
+    def observe(self, final_state: State, micro_batch: int = 0) -> None:
+        hold_to_run(final_state, self._run)
         moments = [_moments(entries) for entries in _all_entries(final_state)]
         # Layers may differ in their heads: all heads of all layers side by side.
         mean, variance = (torch.cat(parts) for parts in zip(*moments, strict=True))
@@ -146,10 +161,10 @@ class _Carried(ABC):
         self._given = self._state_ages[0]
 
     @abstractmethod
-    def _resets(self, step: int, batch: Rows, micro_batch: int) -> Tensor:
+    def _resets(self, step: int, batch: Rows | None, micro_batch: int) -> Tensor:
         """(B,) bool on the CPU: which rows begin from zero whatever was carried."""
 
-    def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
+    def initial(self, step: int, batch: Rows | None = None, micro_batch: int = 0) -> State | None:
         slot = micro_batch % len(self._states)
         state = self._states[slot]
         if state is None:
@@ -162,7 +177,8 @@ class _Carried(ABC):
     def ages(self) -> Tensor:
         return self._given
 
-    def observe(self, final_state: State, micro_batch: int) -> None:
+    def observe(self, final_state: State, micro_batch: int = 0) -> None:
+        hold_to_run(final_state, self._run)
         slot = micro_batch % len(self._states)
         state = final_state.detach()
         self._states[slot] = state if self._carry_auxiliary else state.without_auxiliary()
@@ -205,13 +221,26 @@ class StatePassing(_Carried):
     `reset_auxiliary: false` keeps the convolution state of a reset row; its age, that of the recurrent state, is 0.
     """
 
-    def __init__(self, arm: params.StatePassing, run: Run) -> None:
-        self._between_parts = arm.previous == "micro_batch"
-        super().__init__(run, 1 if self._between_parts else run.micro_batches, arm.carry_auxiliary, arm.reset_auxiliary)
-        self._probability = arm.reset_probability
-        self._unit = arm.reset_unit
+    def __init__(
+        self,
+        run: Run,
+        *,
+        reset_probability: float = 0.1,
+        reset_unit: Literal["sequence", "batch"] = "sequence",
+        reset_auxiliary: bool = True,
+        carry_auxiliary: bool = True,
+        previous: Literal["batch", "micro_batch"] = "batch",
+    ) -> None:
+        hold_to_parameters(
+            "state_passing", reset_probability=reset_probability, reset_unit=reset_unit, reset_auxiliary=reset_auxiliary,
+            carry_auxiliary=carry_auxiliary, previous=previous,
+        )  # fmt: skip
+        self._between_parts = previous == "micro_batch"
+        super().__init__(run, 1 if self._between_parts else run.micro_batches, carry_auxiliary, reset_auxiliary)
+        self._probability = reset_probability
+        self._unit = reset_unit
 
-    def _resets(self, step: int, batch: Rows, micro_batch: int) -> Tensor:
+    def _resets(self, step: int, batch: Rows | None, micro_batch: int) -> Tensor:
         if self._unit == "sequence":
             unit = self._run.rows_of(micro_batch)
         else:
@@ -219,35 +248,34 @@ class StatePassing(_Carried):
         return drawn_resets(self._run, step, unit, self._probability)
 
 
-class Tbtt(_Carried):
-    """The final state of the row's previous window.
+class TruncatedBackpropagation(_Carried):
+    """TBTT: the final state of the row's previous window.
 
     `at_document_end: reset` (default): zeroed exactly where the row does not continue that window, at the end of a document or of a
     stretch of it. `keep`: never zeroed; the next document begins from the state that the one before ended in.
     """
 
-    def __init__(self, arm: params.Tbtt, run: Run) -> None:
-        super().__init__(run, run.micro_batches, arm.carry_auxiliary, reset_auxiliary=True)
-        self._keeps = arm.at_document_end == "keep"
+    def __init__(self, run: Run, *, at_document_end: Literal["reset", "keep"] = "reset", carry_auxiliary: bool = True) -> None:
+        hold_to_parameters("tbtt", at_document_end=at_document_end, carry_auxiliary=carry_auxiliary)
+        super().__init__(run, run.micro_batches, carry_auxiliary, reset_auxiliary=True)
+        self._keeps = at_document_end == "keep"
 
-    def _resets(self, step: int, batch: Rows, micro_batch: int) -> Tensor:
-        return torch.zeros_like(batch.fresh) if self._keeps else batch.fresh
-
-
-REGISTRY: dict[str, Callable[[Any, Run], Intervention]] = {
-    "zero": ZeroInit,
-    "random_noise": RandomNoise,
-    "fitted_noise": FittedNoise,
-    "state_passing": StatePassing,
-    "tbtt": Tbtt,
-    "gaussian": Gaussian,
-    "permuted": Permuted,
-}
+    def _resets(self, step: int, batch: Rows | None, micro_batch: int) -> Tensor:
+        if self._keeps:
+            return torch.zeros(self._run.part, dtype=torch.bool)
+        if batch is None:
+            raise FarstateError(
+                "tbtt: give `initial` the batch, whose `fresh` says which rows begin a new document (farstate.Windows(tokens, fresh))"
+            )
+        return batch.fresh
 
 
 def build(arm: params.Arm, run: Run) -> Intervention:
-    """The intervention that `arm.initial_state` names."""
-    return REGISTRY[arm.initial_state](arm, run)
+    """The intervention that `arm.initial_state` names, with the arm's parameters."""
+    module, _, name = params.ARMS[arm.initial_state].intervention.partition(":")
+    kind: Callable[..., Intervention] = getattr(import_module(module), name)
+    options = {name: getattr(arm, name) for name in type(arm).model_fields if name != "initial_state"}
+    return kind(run, **options)
 
 
 def _all_entries(state: State) -> list[Tensor]:

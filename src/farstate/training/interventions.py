@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from farstate import params
 from farstate.corpus.permutation import mix
 from farstate.corpus.readers import rank_rows
+from farstate.errors import FarstateError
 from farstate.state import State
 from farstate.training.distributed import ALONE, Processes
 
@@ -34,6 +37,25 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
+class Windows:
+    """`Rows` for a training loop of one's own: what a batch's rows read, and which of them begin something new.
+
+    Attributes:
+        tokens: (B, T + 1) int64.
+        fresh: (B,) bool, true where a row does not continue what it read in the step before.
+    """
+
+    tokens: Tensor
+    fresh: Tensor
+
+
+class HasZeroState(Protocol):
+    """A model that can say what its state is before the first token."""
+
+    def zero_state(self, batch_size: int, /) -> State: ...
+
+
+@dataclass(frozen=True)
 class Run:
     """What an intervention knows of the run it serves.
 
@@ -54,6 +76,20 @@ class Run:
     zero_state: Callable[[int], State]
     processes: Processes = ALONE
 
+    @staticmethod
+    def of(model: HasZeroState, rows: int, context: int, seed: int = 0, micro_batches: int = 1) -> Run:
+        """The run of a training loop of one's own: batches of `rows` sequences of `context` tokens, in one process.
+
+        Raises:
+            FarstateError: sizes below 1, or rows that the micro-batches do not divide.
+        """
+        if min(rows, context, micro_batches) < 1 or rows % micro_batches:
+            raise FarstateError(
+                f"Run: rows = {rows}, context = {context}, micro_batches = {micro_batches}: each must be at least 1, and rows a "
+                "multiple of micro_batches"
+            )
+        return Run(seed, rows, micro_batches, context, model.zero_state)
+
     @property
     def part(self) -> int:
         """B: rows of a micro-batch on this process."""
@@ -71,13 +107,18 @@ class Intervention(Protocol):
     Of a run on several processes each sees its own rows; together they are the run on one.
     """
 
-    def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
-        """The state from which the rows of this micro-batch begin, without gradient; None is the zero state."""
+    def initial(self, step: int, batch: Rows | None = None, micro_batch: int = 0) -> State | None:
+        """The state from which the rows of this micro-batch begin, without gradient; None is the zero state.
+
+        Args:
+            step: number of the optimizer step, from 0; the draws of a step do not depend on what was drawn before.
+            batch: what is about to be read; truncated backpropagation alone looks at it.
+        """
 
     def ages(self) -> Tensor:
         """(B,) int64 on the CPU: age in tokens of each row's state that `initial` gave last; 0 is zero, NO_AGE is noise."""
 
-    def observe(self, final_state: State, micro_batch: int) -> None:
+    def observe(self, final_state: State, micro_batch: int = 0) -> None:
         """See the state after the micro-batch; what is kept of it is detached."""
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -85,6 +126,30 @@ class Intervention(Protocol):
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Take back, on whatever number of processes, what `state_dict` gave the first; all read in the same order."""
+
+
+def hold_to_parameters(initial_state: str, **options: Any) -> None:
+    """Refuse options of an intervention that `params.yaml` would refuse too.
+
+    Raises:
+        FarstateError: the first that does not fit, with its value and what is allowed.
+    """
+    try:
+        params.ARMS[initial_state].parameters.model_validate({"initial_state": initial_state, **options})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join([initial_state, *(str(part) for part in first["loc"])])
+        raise FarstateError(f"{where}: {first['msg'].lower()} (found {first['input']!r})") from None
+
+
+def hold_to_run(state: State, run: Run) -> None:
+    """Refuse a final state of another number of rows than the run's micro-batches have.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if state.batch_size != run.part:
+        raise ValueError(f"a final state of {state.batch_size} rows in a run whose micro-batches have {run.part}")
 
 
 def generators(run: Run, what: int, step: int, rows: Tensor) -> list[torch.Generator]:

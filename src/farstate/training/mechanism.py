@@ -13,19 +13,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from farstate import params
 from farstate.state import State
-from farstate.training.interventions import COMBINATION, NO_AGE, PERMUTATION, Rows, Run, drawn_resets, generators
+from farstate.training.interventions import (
+    COMBINATION,
+    NO_AGE,
+    PERMUTATION,
+    Rows,
+    Run,
+    drawn_resets,
+    generators,
+    hold_to_parameters,
+    hold_to_run,
+)
 
 
 class _Made(ABC):
     """Keeps the recurrent final states of the last whole batch, by layer (rows, H, E), and makes new ones of them."""
 
-    def __init__(self, probability: float, run: Run) -> None:
+    def __init__(self, run: Run, probability: float) -> None:
         self._run = run
         self._probability = probability
         self._last: list[Tensor] | None = None
@@ -36,7 +46,7 @@ class _Made(ABC):
     def _make(self, last: list[Tensor], step: int, micro_batch: int) -> list[Tensor]:
         """The micro-batch's recurrent states, by layer (B, H, E), on the device of `last`."""
 
-    def initial(self, step: int, batch: Rows, micro_batch: int) -> State | None:
+    def initial(self, step: int, batch: Rows | None = None, micro_batch: int = 0) -> State | None:
         if self._last is None:
             self._ages = torch.zeros(self._run.part, dtype=torch.int64)
             return None
@@ -50,7 +60,8 @@ class _Made(ABC):
     def ages(self) -> Tensor:
         return self._ages
 
-    def observe(self, final_state: State, micro_batch: int) -> None:
+    def observe(self, final_state: State, micro_batch: int = 0) -> None:
+        hold_to_run(final_state, self._run)
         self._parts.append(final_state.detach())
         if micro_batch == self._run.micro_batches - 1:
             everywhere = self._run.processes.everywhere
@@ -76,9 +87,10 @@ class Gaussian(_Made):
     layer, so that heads are independent. A batch of one row has no spread: μ itself.
     """
 
-    def __init__(self, arm: params.Gaussian, run: Run) -> None:
-        super().__init__(arm.reset_probability, run)
-        self._by_head = arm.scope == "head"
+    def __init__(self, run: Run, *, scope: Literal["joint", "head"], reset_probability: float = 0.1) -> None:
+        hold_to_parameters("gaussian", scope=scope, reset_probability=reset_probability)
+        super().__init__(run, reset_probability)
+        self._by_head = scope == "head"
 
     def _make(self, last: list[Tensor], step: int, micro_batch: int) -> list[Tensor]:
         heads = [values.shape[1] if self._by_head else 1 for values in last]
@@ -101,8 +113,9 @@ class Permuted(_Made):
     Exact and independent: all columns at once by Fisher and Yates' shuffle, each row's draws from a generator of its own.
     """
 
-    def __init__(self, arm: params.Permuted, run: Run) -> None:
-        super().__init__(arm.reset_probability, run)
+    def __init__(self, run: Run, *, reset_probability: float = 0.1) -> None:
+        hold_to_parameters("permuted", reset_probability=reset_probability)
+        super().__init__(run, reset_probability)
         self._shuffled: tuple[int, list[Tensor]] | None = None  # of one step: all its micro-batches are parts of it
 
     def _make(self, last: list[Tensor], step: int, micro_batch: int) -> list[Tensor]:
@@ -124,7 +137,7 @@ class Permuted(_Made):
             shuffled.append(columns.view_as(values))
         return shuffled
 
-    def observe(self, final_state: State, micro_batch: int) -> None:
+    def observe(self, final_state: State, micro_batch: int = 0) -> None:
         super().observe(final_state, micro_batch)
         if micro_batch == self._run.micro_batches - 1:
             self._shuffled = None

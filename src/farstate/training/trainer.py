@@ -142,7 +142,7 @@ def pretrain(
             identity=identity,
             model=model,
             batches=ShuffledWindows(store, "train", context, division.rows, seed, block_tokens),
-            intervention=initial_states.ZeroInit(params.ZeroInit(initial_state="zero"), run),
+            intervention=initial_states.ZeroInit(run),
             steps=steps,
             recipe=recipe,
             division=division,

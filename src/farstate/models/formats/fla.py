@@ -155,8 +155,8 @@ def read(path: Path) -> Checkpoint:
         right = _GATE_NORM[data.get("fuse_norm", True)]
         if wrong := [key for key in stored if ".attn.g_norm" in key and f".attn.{right}." not in key]:
             raise FarstateError(f"{source}: has {wrong[0]}; {right} is its name by fuse_norm = {data.get('fuse_norm', True)}")
-    tensors = {_ours(key, kind): tensor for key, tensor in stored.items()}
-    storage["dtypes"] = {_ours(key, kind): dtype for key, dtype in storage["dtypes"].items()}
+    tensors = {our_name(key, data): tensor for key, tensor in stored.items()}
+    storage["dtypes"] = {our_name(key, data): dtype for key, dtype in storage["dtypes"].items()}
     return Checkpoint(config, tensors, {"format": name, "config": data, "storage": storage}, source)
 
 
@@ -231,7 +231,9 @@ def from_config(config: Config, original: Mapping[str, Any] | None = None) -> di
     return data
 
 
-def _ours(key: str, kind: str) -> str:
+def our_name(key: str, data: Mapping[str, Any]) -> str:
+    """Our name of the tensor `key`; `data` is the configuration."""
+    kind = data["model_type"]
     if kind == "gla":
         key = key.replace(f".attn.{_GATE_NORM[False]}.", f".attn.{_GATE_NORM[True]}.")
     return _renamed(key, _PREFIXES[kind == "mamba2"])

@@ -74,8 +74,8 @@ def read(path: Path) -> Checkpoint:
     data = json_object(path / CONFIG)
     config = to_config(data, path / CONFIG)
     stored, storage, source = read_folder(path)
-    tensors = {_ours(key): tensor for key, tensor in stored.items()}
-    storage["dtypes"] = {_ours(key): dtype for key, dtype in storage["dtypes"].items()}
+    tensors = {our_name(key, data): tensor for key, tensor in stored.items()}
+    storage["dtypes"] = {our_name(key, data): dtype for key, dtype in storage["dtypes"].items()}
     return Checkpoint(config, tensors, {"format": name, "config": data, "storage": storage}, source)
 
 
@@ -151,7 +151,8 @@ def from_config(config: Config, original: Mapping[str, Any] | None = None) -> di
     return data
 
 
-def _ours(key: str) -> str:
+def our_name(key: str, data: Mapping[str, Any]) -> str:
+    """Our name of the tensor `key`; `data` is the configuration."""
     return EMBEDDING if key == _EMBEDDING else key
 
 
