@@ -28,6 +28,7 @@ from farstate.numerics import NUMERICS
 from farstate.params import (
     ArmsFigure,
     CostFigure,
+    DiagnosisFigure,
     FarFigure,
     Params,
     RememberedFigure,
@@ -65,7 +66,7 @@ _LONG_AGO = 1.0  # seconds since 1970
 PAGE_FILES = ("html", "svg", "png", "json", "parquet", "csv")
 INDEX, INDEX_FILES = "index", ("html", "json", "csv")
 """The page of all results."""
-PAGE_NAME = r"(?:fig|table)[0-9]+|shift|cost"
+PAGE_NAME = r"(?:fig|table)[0-9]+|shift|cost|diagnosis|repair"
 PAGE_FILE = re.compile(rf"({PAGE_NAME})\.({'|'.join(PAGE_FILES)})")
 COMPARED = ("curves", "references", "verdicts", "differences", "ages")
 """Tables of a comparison of perplexities."""
@@ -244,21 +245,40 @@ class Plan:
         if not isinstance(figure, RememberedFigure | StatesFigure | ShiftFigure):
             inputs["comparison"] = (self._compare(name, figure, trained),)
         measures = {
-            "remembrance": isinstance(figure, RememberedFigure) or (isinstance(figure, FarFigure) and figure.remembrance),
-            "states": isinstance(figure, StatesFigure),
+            "remembrance": isinstance(figure, RememberedFigure)
+            or (isinstance(figure, FarFigure | DiagnosisFigure) and figure.remembrance),
+            "states": isinstance(figure, StatesFigure) or (isinstance(figure, DiagnosisFigure) and figure.states),
             "shift": isinstance(figure, ShiftFigure),
         }
         for rule in (rule for rule, shown in measures.items() if shown):
             measured = self._measured(rule, self._given(rule, figure), trained)
             # Shift compares within one model, and has no comparison of arms.
             inputs[rule] = tuple(measured.values()) if rule == "shift" else (self._compare_measured(rule, name, measured),)
+        if isinstance(figure, DiagnosisFigure):
+            inputs["reach"] = (self._reach(name, inputs["comparison"][0]),)
+            if figure.passkey:
+                inputs["task"] = (TaskStages(self, name, figure).comparison,)
         return Page(name, inputs, self._report(figure, runs, series, inputs))
+
+    def _reach(self, name: str, comparison: Stage) -> Stage:
+        """How far Def. 3.2 holds: the verdicts of a comparison to every octave."""
+        return self.add(
+            Stage(
+                rule="compare_reach",
+                phase="evaluate",
+                name=f"compare_reach.{name}",
+                params={"compare": comparison.params["compare"], "figure": comparison.params["figure"]},
+                files=("reach.parquet",),
+                upstream={"evaluations": comparison.upstream["evaluations"]},
+                numerics=("evaluation",),
+            )
+        )
 
     def _given(self, section: str, figure: Shown) -> Texts:
         """The section of the parameters that a measurement reads; the figure's length goes before its own, but for the
         remembrance that stands beside perplexity."""
         given: Texts = getattr(self.params, section)
-        beside = isinstance(figure, FarFigure) and section != "evaluate"
+        beside = isinstance(figure, FarFigure | DiagnosisFigure) and section != "evaluate"
         return given if figure.length is None or beside else given.model_copy(update={"length": figure.length})
 
     def _documents(self, source: Source) -> Iterator[Stage]:
@@ -490,6 +510,12 @@ class Plan:
                 if further.arm != CONTROL
             }
             return {"controls": controls}
+        if isinstance(figure, DiagnosisFigure):
+            shown = [(model, arm) for model in figure.models for arm in figure.arms if arm not in (BASE, CONTROL)]
+            against = CONTROL if CONTROL in figure.arms else BASE
+            return {
+                "pairs": [{"model": model, "arm": arm, "against_model": model, "against_arm": against} for model, arm in shown]
+            }
         if isinstance(figure, WarmUpsFigure):
             shortest_last = sorted(runs, key=lambda run: -run.origin.recipe.warmup)
             firsts = {run.origin.model: run.origin.name for run in shortest_last}
@@ -525,6 +551,12 @@ class Plan:
         for part in ("pretrain", "posttrain"):
             report[part] = getattr(params, part).model_dump(mode="json", exclude={"by_model"})
         for role in inputs:
+            if role == "reach":
+                continue
+            if role == "task":
+                assert params.tasks.passkey is not None
+                report["tasks"] = {"passkey": params.tasks.passkey.model_dump(mode="json", exclude={"training", "jobs"})}
+                continue
             section = "evaluate" if role == "comparison" else role
             report[section] = self._given(section, figure).model_dump(mode="json")
         report["posttrain"]["arms"] = {}
@@ -557,7 +589,7 @@ class Plan:
                     "steps": params.posttrain.steps_of(origin.model, figure) if isinstance(figure, ArmsFigure) else None,
                 },
             )
-        if not isinstance(figure, ArmsFigure):
+        if not isinstance(figure, ArmsFigure) or (isinstance(figure, DiagnosisFigure) and set(figure.arms) == {BASE}):
             del report["posttrain"]
         return report
 
