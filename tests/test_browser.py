@@ -162,7 +162,7 @@ def test_it_is_legible(opened: Opened, width: int, dark: bool) -> None:
     opened.browser.size(width)
     found = opened.browser.run("await rest(); return layout();")
     opened.browser.picture(ARTEFACTS / f"{opened.name}-{width}-{'dark' if dark else 'light'}.png")
-    opened.browser.theme(dark=False)
+    opened.browser.theme()
     opened.browser.size(1600)
     assert found["overflow"] <= 0
     assert found["clipped"] == []
@@ -243,8 +243,10 @@ return {{ x: box.x + box.width / 2, y: box.y + box.height / 2 }};
 
 def test_those_who_do_not_see_the_picture(opened: Opened) -> None:
     """Structure, names and descriptions; the picture of each chart is told with numbers, and its data stand in a table."""
+    opened.browser.theme(still=True)
     found = opened.browser.run(
         """
+await rest();
 const levels = [...document.querySelectorAll('h1, h2, h3, h4')].map((h) => Number(h.tagName[1]));
 const ids = [...document.querySelectorAll('[id]')].map((e) => e.id);
 const skip = document.querySelector('.skip');
@@ -263,6 +265,7 @@ return {
 };
 """
     )
+    opened.browser.theme()
     assert found["lang"] == "en"
     assert found["title"].endswith("Farstate")
     assert (found["first"], found["target"]) == (True, True)
