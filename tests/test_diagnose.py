@@ -49,7 +49,8 @@ BETTER = {"value": -1.2, "low": -1.3, "high": -1.1, "n_documents": 25}
 @pytest.mark.parametrize(
     ("base", "repaired", "difference", "outcome", "reason"),
     [
-        ({}, {}, {}, "REPAIRED", "92 % (85 % to 97 %) is gone"),
+        ({"documents_to_decide": 3.0}, {"verdict": "PASS"}, {}, "REPAIRED", "92 % (85 % to 97 %) is gone"),
+        ({}, {"gap_beyond": 0.1}, {}, "REPAIRED", "By Def. 3.2 alone it is UNDECIDED"),
         ({"verdict": "PASS", "fails_beyond": False}, {}, {}, "NOTHING TO REPAIR", "passes Def. 3.2"),
         ({"fails_beyond": False}, {}, {}, "NOTHING TO REPAIR", "inside its training length only"),
         ({"verdict": "UNDECIDED", "fails_beyond": False}, {}, {}, "UNDECIDED", "Whether the base model fails"),
