@@ -278,6 +278,10 @@ def test_a_model_is_diagnosed(own: Path) -> None:
     page = (reports / "diagnosis.html").read_text()
     for heading in ("Does it generalise in length?", "What is remembered", "Do states drift", "Is a number found again"):
         assert heading in page
+    charts = json.loads(re.search(r'id="farstate-charts">(.*?)</script>', page, re.S).group(1))["groups"][0]["charts"]  # type: ignore[union-attr]
+    places = re.findall(r'class="chart" id="([^"]+)"', page)
+    assert sorted(chart["id"] for chart in charts) == sorted(set(places)), "a place for every chart, and each once"
+    assert len(places) == len(set(places))
     reach = pl.read_parquet(next((own / "found/results/evaluate").glob("compare_reach.diagnosis-*")) / "reach.parquet")
     assert reach["T"].to_list() == [32, 64, 128]
     again = farstate(own, "diagnose", *options)

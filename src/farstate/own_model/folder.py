@@ -50,11 +50,12 @@ def repository() -> Path:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Which texts: sources and their split, as parameters; `given` names them for readers."""
+    """Which texts: sources and their split, as parameters; `given` names them for readers, `trains`: some are to train on."""
 
     given: str
     sources: tuple[dict[str, Any], ...]
     split: dict[str, Any]
+    trains: bool = True
 
 
 def corpus_of(given: Sequence[str], root: Path, *, trains: bool) -> Corpus:
@@ -87,7 +88,7 @@ def corpus_of(given: Sequence[str], root: Path, *, trains: bool) -> Corpus:
                 f"--corpus: {where}: no file matches, and it is no name on the hub; give an existing path or glob"
             )
     split = {"validation": 0.0, "test": 0.4 if trains else 0.0, "salt": "farstate"}
-    return Corpus(", ".join(given), tuple(found), split)
+    return Corpus(", ".join(given), tuple(found), split, trains)
 
 
 def peak_rate(known: Known) -> tuple[float, str]:
@@ -127,7 +128,10 @@ def parameters(
     rate, _ = peak_rate(known)
     tokens = batch_tokens(known.context)
     given: dict[str, Any] = {
-        "corpus": {"sources": list(corpus.sources), "damaged_records": "stop", "minimum_bytes": 1, "split": corpus.split},
+        "corpus": {
+            **{"sources": list(corpus.sources), "damaged_records": "stop", "minimum_bytes": 1, "split": corpus.split},
+            **({} if corpus.trains else {"to_train_on": False}),
+        },
         "tokenizer": {"kind": "file", "vocabulary_size": known.symbols, "file": str(known.tokenizer)},
         "models": {
             known.name: {"architecture": known.config.architecture, "context": known.context, "checkpoint": known.where},
