@@ -1239,7 +1239,8 @@ _KINDS: dict[str, type[BaseModel]] = {
 
 
 def _one_line(error: ValidationError, where: str, data: dict[str, Any]) -> str:
-    problems = error.errors()
+    # A misspelt key comes before the one that is missing for it.
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
     loc = first["loc"]
     # Where a value may be of several kinds, pydantic puts the kind it took for it into the path.

@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ RECORDED = Path("config/recorded")
 RUN_LOCK = SCRATCH / "run.lock"
 _LONG_AGO = 1.0  # seconds since 1970
 PAGE_FILES = ("html", "svg", "png", "json", "parquet", "csv")
+INDEX, INDEX_FILES = "index", ("html", "json", "csv")
+"""The page of all results."""
 PAGE_NAME = r"(?:fig|table)[0-9]+|shift|cost|diagnosis|repair"
 PAGE_FILE = re.compile(rf"({PAGE_NAME})\.({'|'.join(PAGE_FILES)})")
 COMPARED = ("curves", "references", "verdicts", "differences", "ages")
@@ -113,22 +116,66 @@ class Page:
 
     def carried(self, root: Path) -> dict[str, Any] | None:
         """The keys the existing page says it shows; None when a file of it is absent or it says nothing."""
-        if not all((root / path).exists() for path in self.outputs.values()):
-            return None
-        try:
-            head = (root / self.outputs["html"]).read_text(encoding="utf-8", errors="replace")[:65536]
-        except OSError:
-            return None
-        found = re.search(r'<meta name="farstate-keys" content="([^"]*)"', head)
-        if not found:
-            return None
-        import html
+        return _carried(root, self.outputs)
 
-        try:
-            value: dict[str, Any] = json.loads(html.unescape(found.group(1)))
-        except json.JSONDecodeError:
-            return None
-        return value
+    def is_current(self, root: Path) -> bool:
+        """Whether the existing page shows what is wanted."""
+        return self.carried(root) == self.wanted()
+
+
+@dataclass(frozen=True)
+class Index:
+    """The page of all results: what it is made of besides the finished pages.
+
+    Attributes:
+        pages: by figure the digest of what its page must show.
+        work: by figure how many results of each kind it stands on (all, and those that no figure before it needs), and their directories.
+        params: the resolved parameters.
+    """
+
+    pages: dict[str, str]
+    work: dict[str, Any]
+    params: dict[str, Any]
+
+    @property
+    def outputs(self) -> dict[str, str]:
+        return {kind: f"reports/{INDEX}.{kind}" for kind in INDEX_FILES}
+
+    @property
+    def digest(self) -> str:
+        return digest(self.wanted())
+
+    @property
+    def manifest(self) -> str:
+        """As a page's."""
+        return str(SCRATCH / "pages" / f"{INDEX}-{self.digest}.json")
+
+    def wanted(self) -> dict[str, Any]:
+        return {"pages": self.pages, "work": self.work, "params": self.params, "version": NUMERICS["reports"]}
+
+    def is_current(self, root: Path) -> bool:
+        """Whether the existing page was made of what is wanted; it carries the digest alone."""
+        return _carried(root, self.outputs) == {INDEX: self.digest}
+
+
+def _carried(root: Path, outputs: dict[str, str]) -> dict[str, Any] | None:
+    """What the page among `outputs` says it shows; None when a file of it is absent or it says nothing."""
+    if not all((root / path).exists() for path in outputs.values()):
+        return None
+    try:
+        head = (root / outputs["html"]).read_text(encoding="utf-8", errors="replace")[:65536]
+    except OSError:
+        return None
+    found = re.search(r'<meta name="farstate-keys" content="([^"]*)"', head)
+    if not found:
+        return None
+    import html
+
+    try:
+        value: dict[str, Any] = json.loads(html.unescape(found.group(1)))
+    except json.JSONDecodeError:
+        return None
+    return value
 
 
 class Plan:
@@ -551,18 +598,38 @@ class Plan:
     def of(self, *, rule: str | None = None, phase: str | None = None) -> list[Stage]:
         return [s for s in self.stages.values() if rule in (None, s.rule) and phase in (None, s.phase)]
 
+    @cached_property
+    def index(self) -> Index:
+        """The page of all results."""
+        work: dict[str, Any] = {}
+        for name, counts in self.needs():
+            below = sorted(self._below(self.pages[name]))
+            work[name] = {"needs": {kind: list(numbers) for kind, numbers in counts.items()}, "below": below}
+        pages = {name: digest(page.wanted()) for name, page in self.pages.items()}
+        return Index(pages, work, self.params.model_dump(mode="json"))
+
+    @property
+    def drawn(self) -> list[Page | Index]:
+        """Every page, the one of all results last."""
+        return [*self.pages.values(), self.index]
+
+    def _below(self, page: Page) -> dict[str, Stage]:
+        """All results that a page stands on, by directory."""
+        below: dict[str, Stage] = {}
+        waiting = list(page.shown)
+        while waiting:
+            stage = waiting.pop()
+            if stage.directory not in below:
+                below[stage.directory] = stage
+                waiting += [upstream for stages in stage.upstream.values() for upstream in stages]
+        return below
+
     def needs(self) -> list[tuple[str, dict[str, tuple[int, int]]]]:
         """By figure and kind of work: how many results it stands on, and how many of them no figure before it needs."""
         seen: set[str] = set()
         table = []
         for page in self.pages.values():
-            below: dict[str, Stage] = {}
-            waiting = list(page.shown)
-            while waiting:
-                stage = waiting.pop()
-                if stage.directory not in below:
-                    below[stage.directory] = stage
-                    waiting += [upstream for stages in stage.upstream.values() for upstream in stages]
+            below = self._below(page)
             counts = {}
             for kind, rules in KINDS.items():
                 mine = {directory for directory, stage in below.items() if stage.rule in rules}
@@ -611,12 +678,11 @@ class Plan:
         A pulled page has any time stamp, and Snakemake remembers when a job began that has long been superseded; so the date
         is the longest ago that a file can have.
         """
-        for page in self.pages.values():
+        for page in self.drawn:
             path = root / page.manifest
-            wanted = page.wanted()
             if not path.exists():
-                write_json(path, wanted)
-            if page.carried(root) == wanted:
+                write_json(path, page.wanted())
+            if page.is_current(root):
                 if path.stat().st_mtime > _LONG_AGO:
                     os.utime(path, (_LONG_AGO, _LONG_AGO))
             else:
@@ -629,7 +695,7 @@ class Plan:
         """
         now = time.time()
         outputs = [path for stage in self.stages.values() for path in stage.outputs]
-        outputs += [path for page in self.pages.values() for path in page.outputs.values()]
+        outputs += [path for page in self.drawn for path in page.outputs.values()]
         for path in outputs:
             with suppress(FileNotFoundError, PermissionError):
                 if (root / path).stat().st_mtime > now:
@@ -704,8 +770,11 @@ class Plan:
             FarstateError: naming what is absent.
         """
         names = {Path(target).as_posix() for target in targets or ["all"]}
-        asked = [p for p in self.pages.values() if {"all", "reports", p.name, *p.outputs.values()} & names]
-        pages = [page.name for page in asked if page.carried(root) != page.wanted()]
+        every = {"all", "reports", INDEX, *self.index.outputs.values()}
+        asked = [p for p in self.pages.values() if {*every, p.name, *p.outputs.values()} & names]
+        pages = [page.name for page in asked if not page.is_current(root)]
+        if every & names and not self.index.is_current(root):
+            pages.append(INDEX)
         if absent := [*sorted(self.wanted(root, targets, absent=True)), *(f"reports/{name}.html" for name in pages)]:
             raise FarstateError(
                 f"{absent[0]}{f' and {len(absent) - 1} more' if len(absent) > 1 else ''}: asked for, not made, and no job failed; "
@@ -745,7 +814,7 @@ class Plan:
                     want(upstream)
 
         def want_page(page: Page) -> None:
-            if not absent or page.carried(root) != page.wanted():
+            if not absent or not page.is_current(root):
                 for stage in page.shown:
                     want(stage)
 
@@ -754,7 +823,7 @@ class Plan:
             if name in PHASE_TARGETS:
                 for stage in self.of(phase=PHASE_TARGETS[name]):
                     want(stage)
-            elif name in ("all", "reports"):
+            elif name in ("all", "reports", INDEX, *self.index.outputs.values()):
                 for page in self.pages.values():
                     want_page(page)
             elif name in self.pages:

@@ -251,32 +251,10 @@ def _page(
     drawings += [chart for section in further for chart in section.charts]
     for section in further:
         ranges |= section.extents
-    noisy = "random_noise" in about.methods.values()
-    of_model = {section["card"].label: section["verdicts"] for section in sections}
-    of_paper = [name for name in models if card.models[name].architecture in about.architectures] or models
-    labels = [card.models[name].label for name in of_paper]
-    claims = [claim for label in labels for claim in agreement.of_perplexity(label, of_model[label], noise=noisy)]
-    claims += [claim for section in further for claim in section.claims]
-    compared = [
-        one
-        for panel in panels
-        if panel.metric.name == "ppl"
-        for one in agreement.compare(f"PPL of {panel.title}", panel.rows, "position", agreement.BETWEEN_FIGURES)
-    ]
-    compared += [one for section in further for one in section.compared]
     arms_seen = {row["arm"] for section in sections for row in section["verdicts"]} | set(names)
     return page.render(
         "curves.html.j2",
-        record=agreement.record(
-            about,
-            card,
-            keys,
-            agreement.judge(claims, compared, card.scale) if lead is None else agreement.ours(lead.leads),
-            [*(section["headline"] for section in sections), *(lead for section in further for lead in section.leads)],
-            compared=compared,
-            verdicts=[row for rows in of_model.values() for row in rows],
-            said=[(section["card"].label, section["findings"]) for section in sections],
-        ),
+        record=_record(about, card, keys, dict(zip(models, sections, strict=True)), panels, further, lead),
         title=card.titled(about.title),
         about=about,
         beyond_paper=text.listing(
@@ -302,6 +280,45 @@ def _page(
         has_paper=any(row["kind"] == "paper" for panel in panels for row in panel.rows),
         has_control="control" in arms_seen,
         rows=drawn.height,
+    )
+
+
+def _record(
+    about: About,
+    card: Context,
+    keys: Mapping[str, Any],
+    sections: Mapping[str, Mapping[str, Any]],
+    panels: Sequence[Panel],
+    further: Sequence[Section],
+    lead: Section | None,
+) -> dict[str, Any]:
+    """What the page says, for machines; `sections`: by model what the template is given."""
+    leads = [*(section["headline"] for section in sections.values()), *(lead for section in further for lead in section.leads)]
+    compared = [
+        one
+        for panel in panels
+        if panel.metric.name == "ppl"
+        for one in agreement.compare(f"PPL of {panel.title}", panel.rows, "position", agreement.BETWEEN_FIGURES)
+    ]
+    compared += [one for section in further for one in section.compared]
+    of_paper = [name for name in sections if card.models[name].architecture in about.architectures] or list(sections)
+    claims = [
+        claim
+        for name in of_paper
+        for claim in agreement.of_perplexity(
+            card.models[name].label, sections[name]["verdicts"], noise="random_noise" in about.methods.values()
+        )
+    ]
+    claims += [claim for section in further for claim in section.claims]
+    return agreement.record(
+        about,
+        card,
+        keys,
+        agreement.judge(claims, compared, card.scale) if about.source else agreement.ours(leads if lead is None else lead.leads),
+        leads,
+        compared=compared,
+        verdicts=[row for section in sections.values() for row in section["verdicts"]],
+        said=[(section["card"].label, section["findings"]) for section in sections.values()],
     )
 
 

@@ -84,8 +84,8 @@ def draw(
             ways.append({"maps": maps, "figures": figures})
         sections.append(
             {
-                "claims": agreement.of_keys(case),
                 **{"name": model, "card": card.models[model], "ways": ways, "broken": tasks.broken(scores, model, styles)},
+                "claims": agreement.of_keys(case),
                 **{"headline": task_text.passkey_headline(case), "findings": task_text.passkey_findings(case)},
                 **{
                     "paper": any("paper" in way["figures"] for way in ways),
