@@ -201,13 +201,14 @@ def place(output: Path | None, known: Known, asked: Mapping[str, Any]) -> Path:
         output = HOME / f"{known.name}-{digest}"
     if output.exists() and not output.is_dir():
         raise FarstateError(f"--output: {output} is a file; give a folder")
+    found: Any = {}
     if output.is_dir() and any(output.iterdir()):
         found = read_json(output / ASKED) if (output / ASKED).is_file() else None
         if not isinstance(found, dict) or found.get("checkpoint") != known.where:
             raise FarstateError(
                 f"--output: {output} holds something else than results of {known.given}; give a new or empty folder"
             )
-    write_json(output / ASKED, told)
+    write_json(output / ASKED, {**told, "repaired": found.get("repaired", {})})
     return output
 
 
