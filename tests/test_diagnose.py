@@ -259,7 +259,7 @@ TINY = (
 
 def farstate(home: Path, *arguments: str) -> str:
     """Run the command with this repository's source, as a user would in `home`; its output."""
-    return run(home, "farstate", *arguments, timeout=500, PYTHONPATH=str(REPOSITORY / "src")).stdout
+    return run(home, "farstate", *arguments, PYTHONPATH=str(REPOSITORY / "src")).stdout
 
 
 def test_a_model_is_diagnosed(own: Path) -> None:
