@@ -4,7 +4,7 @@
 # make faults kill -9 at 20 random instants over the pipeline of config/test.yaml, and hold the end against an undisturbed run
 # make bench  the benchmarks: ratios against what a user would pick instead (with a GPU: python benchmarks/gpu.py)
 # make graph  draw the rule graph of the README
-# make schema regenerate config/params.schema.json and docs/parameters.md
+# make schema regenerate config/params.schema.json, docs/parameters.md, docs/commands.md and docs/tables.md
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -17,6 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 env: .venv/.complete
 
 .venv/.complete: requirements.txt requirements-kernels.txt constraints.txt pyproject.toml setup.py
+	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON) here: make env PYTHON=/path/to/python3.11 (Farstate needs Python 3.11 or newer)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Farstate needs Python 3.11 or newer (found %d.%d): make env PYTHON=/path/to/python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt

@@ -72,6 +72,7 @@ if ELSEWHERE:
             raise WorkflowError(str(error))
 
 PAGES = [path for page in PLAN.pages.values() for path in page.outputs.values()]
+INDEX = PLAN.index.outputs
 
 
 def upstream(pattern, manifests_only=()):
@@ -113,7 +114,12 @@ def manifests(phase):
 
 def page_inputs(wildcards):
     """The page's small manifest, which is not ancient: it is dated before a page that already shows its keys."""
-    page = PLAN.pages[wildcards.figure]
+    page = PLAN.pages.get(wildcards.figure)
+    if page is None:
+        known = ", ".join(PLAN.pages)
+        raise WorkflowError(
+            f"reports/{wildcards.figure}.html: no such page; these parameters have {known}"
+        )
     return {
         "wanted": page.manifest,
         "shown": [ancient(path) for stage in page.shown for path in stage.outputs],

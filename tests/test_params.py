@@ -65,6 +65,11 @@ BAD = {
         0.1,
         ["posttrain.arms.state_passing.reset_prob", "unknown"],
     ),
+    "misspelt required key": (
+        "posttrain.arms.random_noise",
+        {"initial_state": "random_noise", "sigmma": 0.1},
+        ["posttrain.arms.random_noise.sigmma", "did you mean 'sigma'"],
+    ),
     "misspelt top key": ("pretrian", {}, ["pretrian", "did you mean 'pretrain'"]),
     "wrong type": ("posttrain.steps", "many", ["posttrain.steps", "'many'", "integer"]),
     "number as text": ("pretrain.recipe.peak_learning_rate", "3e-3", ["pretrain.recipe.peak_learning_rate", "'3e-3'"]),

@@ -8,27 +8,56 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
+import typer.core
 
 from farstate.errors import FarstateError, explain_os_error
 from farstate.files import read_json
 from farstate.stages import Stage
 
+PANELS: dict[str, tuple[str, ...]] = {
+    "Your own model": ("diagnose", "repair", "perplexity", "remembrance", "states", "shift", "export"),
+    "A project": (*("doctor", "check", "plan", "register", "corpus", "verify", "prune", "summary", "supersede", "schema"),),
+    "Stages, which Snakemake calls": (
+        *("fetch", "documents", "tokenizer", "tokens", "store", "pretrain", "import-checkpoint", "posttrain"),
+        *("task-data", "tune", "task", "compare", "compare-reach", "compare-remembrance", "compare-states", "compare-task"),
+        *("report", "index"),
+    ),
+}
+"""Where `farstate --help` and docs/commands.md show a command, in this order."""
+
+
+class _Panels(typer.core.TyperGroup):
+    """The commands in the panels and the order of PANELS; what is in none comes last."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for panel, names in PANELS.items():
+            for name in names:
+                if name in self.commands:
+                    cast(typer.core.TyperCommand, self.commands[name]).rich_help_panel = panel
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        ordered = [name for names in PANELS.values() for name in names if name in self.commands]
+        return [*ordered, *(name for name in self.commands if name not in ordered)]
+
+
 app = typer.Typer(
     name="farstate",
+    cls=_Panels,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
     help=(
         "How far does the state of a recurrent language model carry?\n\n"
-        "The pipeline: **fetch** → **documents** → **tokenizer** → **tokens** → **store** → **pretrain** (or "
+        "`snakemake` computes what params.yaml describes and draws the pages in reports/ (`make demo`: the first of them; docs/index.md leads "
+        "on). It calls the stages: **fetch** → **documents** → **tokenizer** → **tokens** → **store** → **pretrain** (or "
         "**import-checkpoint**) → **posttrain** → **perplexity**, **remembrance**, **states**, **shift** → **compare**, "
-        "**compare-remembrance**, **compare-states** → **report**; and for the long-context tasks **task-data** → **tune** → **task** → "
-        "**compare-task** → **report**. Snakemake calls these stages "
-        "with the parameters it resolved (`snakemake reports/fig5.html`); each also runs by hand on the same record, "
+        "**compare-remembrance**, **compare-states** → **report**; for the long-context tasks **task-data** → **tune** → **task** → "
+        "**compare-task** → **report**. Each also runs by hand on the record that Snakemake resolved, "
         "`.farstate/stages/<phase>.<name>-<key>.json`."
     ),
 )
@@ -58,6 +87,7 @@ def _run(
 ) -> None:
     """Do a stage's work, and write down how; `held`: the stage, where its inputs were checked already."""
     from farstate import integrity, tables
+    from farstate.energy import metered
     from farstate.ops import backends
     from farstate.provenance import write_provenance
 
@@ -67,13 +97,13 @@ def _run(
         )
     started = time.time()
     stage = held or Stage(record, output, rule)
-    with backends.use(stage.settings.backend) as operations:
+    with metered() as meter, backends.use(stage.settings.backend) as operations:
         facts = work(stage)
     if os.environ.get("RANK", "0") != "0":
         return  # the first process writes
     tables.hold_all(stage.output)
     integrity.note(stage.output)
-    write_provenance(stage.record, stage.output, started, facts, operations.record())
+    write_provenance(stage.record, stage.output, started, facts, operations.record(), meter.joules)
 
 
 _BY_HAND, _WITH_TEXT = "A checkpoint by hand (with --corpus)", "A checkpoint as published (with --text)"
@@ -314,7 +344,7 @@ def pretrain(record: Record, output: Output = None) -> None:
 
 @app.command("import-checkpoint")
 def import_checkpoint(record: Record, output: Output = None) -> None:
-    """Bring a published checkpoint (path or hub name) into Farstate's format."""
+    """Bring a published checkpoint, registered in `config/sources.lock`, into Farstate's format."""
 
     def work(stage: Stage) -> None:
         from farstate.models.importing import import_stage
@@ -646,7 +676,7 @@ def shift(
     streams: Streams = None,
     precision: Precision = None,
 ) -> None:
-    """Hold states far along against those that training met: distance, two-sample test, novelty, swaps.
+    """Compare states far into a text with those that training met: distance, two-sample test, novelty, swaps.
 
     `farstate shift RECORD.json` is the pipeline's stage; `farstate shift CHECKPOINT --corpus WHERE` writes its tables for any
     checkpoint. Text files are halved by their content, so that the two sides share no document.
@@ -696,6 +726,129 @@ def compare(record: Record, output: Output = None) -> None:
     _run(record, output, "compare", work)
 
 
+OwnCheckpoint = Annotated[
+    str,
+    typer.Argument(metavar="CHECKPOINT", help="folder, file or hub name, of any format that Farstate reads", show_default=False),
+]
+OwnCorpus = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WHERE",
+        help="texts: files, globs, a folder, or a data set's hub name; may be repeated; default: the demo's books",
+        show_default=False,
+    ),
+]
+OwnTokenizer = Annotated[
+    Path | None,
+    typer.Option(
+        help="a tokenizer.json; default: that beside the checkpoint, or of the corpus it was trained on", show_default=False
+    ),
+]
+OwnContext = Annotated[
+    int | None, typer.Option(help="T_train in tokens; default: as the checkpoint's own record says", show_default=False)
+]
+OwnBudget = Annotated[str, typer.Option(help="small: minutes for a small model on a CPU; full: the paper's multiples of T_train")]
+OwnOutput = Annotated[
+    Path | None,
+    typer.Option(help="folder of everything; default: own_models/<name>-<digest of what was asked>", show_default=False),
+]
+OwnCores = Annotated[int | None, typer.Option(help="as Snakemake takes them; default: all", show_default=False)]
+OwnProfile = Annotated[str | None, typer.Option(help="a profile of Snakemake: slurm", show_default=False)]
+OwnDevice = Annotated[
+    Literal["auto", "cpu", "cuda"] | None, typer.Option(help="default: that of config/settings.yaml", show_default=False)
+]
+OwnSet = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="any parameter instead of the command's, like evaluate.length=4096; may be repeated",
+        show_default=False,
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="say what would run, and how long it would take")]
+
+
+@app.command()
+def diagnose(
+    checkpoint: OwnCheckpoint,
+    corpus: OwnCorpus = None,
+    tokenizer: OwnTokenizer = None,
+    context: OwnContext = None,
+    budget: OwnBudget = "small",
+    output: OwnOutput = None,
+    cores: OwnCores = None,
+    profile: OwnProfile = None,
+    device: OwnDevice = None,
+    overrides: OwnSet = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Say whether your own model works beyond its training length, to where, and why not: `reports/diagnosis.html`.
+
+    Perplexity and excess by position with the verdict of Def. 3.2, effective remembrance, drifting heads, a passkey; then a plain
+    recommendation. Cached and resumable: a second call shows the result.
+    """
+    from farstate.own_model.command import Asked
+    from farstate.own_model.command import diagnose as run
+
+    run(
+        Asked(checkpoint, corpus or [], tokenizer, context, budget, output, cores, profile, device, dry_run, overrides or []),
+        typer.echo,
+    )
+
+
+@app.command()
+def repair(
+    checkpoint: OwnCheckpoint,
+    arms: Annotated[
+        list[str],
+        typer.Option("--with", metavar="INTERVENTION", help="the initial states: state_passing, tbtt, fitted_noise, …"),
+    ],
+    steps: Annotated[int, typer.Option(help="of the post-training")] = 100,
+    seeds: Annotated[str, typer.Option(help="of the post-training, like 0,1,2")] = "0",
+    tolerance: Annotated[
+        float, typer.Option(help="nats below which the interval of the short-context cost must end to call it a repair")
+    ] = 0.02,
+    control: Annotated[
+        bool, typer.Option(help="the same steps from the zero state; without it nothing can be called a repair")
+    ] = True,
+    corpus: OwnCorpus = None,
+    tokenizer: OwnTokenizer = None,
+    context: OwnContext = None,
+    budget: OwnBudget = "small",
+    output: OwnOutput = None,
+    cores: OwnCores = None,
+    profile: OwnProfile = None,
+    device: OwnDevice = None,
+    overrides: OwnSet = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Post-train your own model from other initial states, and say whether that repairs it: `reports/repair.html`.
+
+    Before, after and the zero-init control side by side; the repaired checkpoint in the format it came from, with a model card.
+    """
+    from farstate.own_model.command import Asked, Repairing
+    from farstate.own_model.command import repair as run
+
+    run(
+        Asked(checkpoint, corpus or [], tokenizer, context, budget, output, cores, profile, device, dry_run, overrides or []),
+        Repairing(arms, steps, _integers("seeds", seeds), tolerance, control=control),
+        typer.echo,
+    )
+
+
+@app.command("compare-reach")
+def compare_reach(record: Record, output: Output = None) -> None:
+    """Say how far the arms of a figure hold: the verdict of Def. 3.2 to every octave."""
+
+    def work(stage: Stage) -> None:
+        from farstate.evaluation.stages import compare_reach_stage
+
+        compare_reach_stage(stage)
+
+    _run(record, output, "compare_reach", work)
+
+
 @app.command("compare-remembrance")
 def compare_remembrance(record: Record, output: Output = None) -> None:
     """Compare what the arms of a figure remember, with intervals."""
@@ -735,6 +888,17 @@ def report(
 
 
 @app.command()
+def index(
+    wanted: Annotated[Path, typer.Argument(help="its small manifest, `.farstate/pages/index-<digest>.json`", show_default=False)],
+    output: Annotated[Path, typer.Option(help="folder of the finished pages, and of the page of all results")] = Path("reports"),
+) -> None:
+    """Put all finished pages on one, `index.html`, with their records as json and csv."""
+    from farstate.reports.index import index_stage
+
+    index_stage(read_json(wanted), output)
+
+
+@app.command()
 def register(
     params: Annotated[
         list[Path] | None, typer.Option("--params", help="parameter files whose outside inputs are registered")
@@ -770,7 +934,7 @@ def corpus(
     params: Annotated[Path, typer.Option(help="the parameters whose store is shown")] = Path("params.yaml"),
     as_json: Annotated[bool, typer.Option("--json", help="as JSON, with each shard's inputs and their checksums")] = False,
 ) -> None:
-    """What a token store holds, by split, set and source, and what was left out and why."""
+    """Show what a token store holds, by split, set and source, and what was left out and why."""
     import json
 
     from rich.console import Console
@@ -855,7 +1019,7 @@ def verify(
 def summary(
     params: Annotated[Path, typer.Option(help="the parameters that say which figures there are")] = Path("params.yaml"),
 ) -> None:
-    """Write the figures' main numbers into `summary/`, for `dvc metrics` and `dvc plots`."""
+    """Write the main numbers of every finished figure into `summary/`, for `dvc metrics` and `dvc plots`."""
     from farstate.params import load
     from farstate.plan import Plan
     from farstate.sources import read_lock
@@ -876,7 +1040,7 @@ def prune(
     ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="remove what is shown")] = False,
 ) -> None:
-    """Show what no current parameter needs, with sizes; what `dvc repro` recorded last stays too."""
+    """Show results that no current parameter needs, with sizes; what `dvc repro` recorded last stays. With --remove, remove them."""
     from farstate import prune
     from farstate.params import merge, read_yaml, validate
     from farstate.plan import Plan
@@ -906,7 +1070,7 @@ def prune(
 def check(
     params: Annotated[Path, typer.Argument(help="the parameter file")] = Path("params.yaml"),
 ) -> None:
-    """Check a parameter file and say what it asks for, figure by figure."""
+    """Check a parameter file, and say how many trainings and measurements each of its figures asks for."""
     from collections import Counter
 
     from farstate.params import load
