@@ -138,7 +138,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-DRY = 'snakemake() { command snakemake -n -q all "$@"; }; make() { command make -n "$@"; }\n'
+DRY = 'snakemake() { command snakemake "$@" -n -q all; }; make() { command make -n "$@"; }\n'
 
 
 @pytest.mark.workflow
