@@ -72,6 +72,7 @@ if ELSEWHERE:
             raise WorkflowError(str(error))
 
 PAGES = [path for page in PLAN.pages.values() for path in page.outputs.values()]
+INDEX = PLAN.index.outputs
 
 
 def upstream(pattern, manifests_only=()):
@@ -116,7 +117,9 @@ def page_inputs(wildcards):
     page = PLAN.pages.get(wildcards.figure)
     if page is None:
         known = ", ".join(PLAN.pages)
-        raise WorkflowError(f"reports/{wildcards.figure}.html: no such page; these parameters have {known}")
+        raise WorkflowError(
+            f"reports/{wildcards.figure}.html: no such page; these parameters have {known}"
+        )
     return {
         "wanted": page.manifest,
         "shown": [ancient(path) for stage in page.shown for path in stage.outputs],

@@ -4,7 +4,7 @@
 #          (params: evaluate, remembrance, states, shift, tasks, compare, figures)
 # Outputs: results/evaluate/{perplexity,remembrance,states,shift}.<run>-<key>/ with a table of the same name,
 #          results/evaluate/task.<run>[.<cell>]-<key>/ with the answers,
-#          results/evaluate/[compare_{remembrance,states,task}.]<figure>-<key>/ with the tables that a figure draws
+#          results/evaluate/[compare_{reach,remembrance,states,task}.]<figure>-<key>/ with the tables that a figure draws
 
 
 rule perplexity:
@@ -182,6 +182,33 @@ rule compare:
         "Comparing the arms of {wildcards.figure}"
     shell:
         "farstate compare {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
+
+
+rule compare_reach:
+    """How far the arms of a figure hold: the verdict to every octave."""
+    input:
+        unpack(upstream("results/evaluate/compare_reach.{figure}-{key}")),
+    output:
+        multiext(
+            "results/evaluate/compare_reach.{figure}-{key}/",
+            manifest="manifest.json",
+            reach="reach.parquet",
+        ),
+    log:
+        "logs/evaluate/compare_reach.{figure}-{key}.log",
+    benchmark:
+        "logs/benchmarks/evaluate/compare_reach.{figure}-{key}.tsv"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=60,
+    params:
+        stage=record("results/evaluate/compare_reach.{figure}-{key}"),
+        output=subpath(output.manifest, parent=True),
+    message:
+        "Finding how far the arms of {wildcards.figure} hold"
+    shell:
+        "farstate compare-reach {params.stage:q} --output {params.output:q} 2>&1 | tee {log:q}"
 
 
 rule compare_remembrance:

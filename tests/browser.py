@@ -36,7 +36,15 @@ TALL = 30_000
 _HELPERS = """
 const wait = (ms) => new Promise((done) => setTimeout(done, ms));
 const root = document.documentElement;
-const seen = (element) => element.checkVisibility({ checkOpacity: true, checkVisibilityCSS: true });
+/* Until nothing on the page has changed for a while. */
+const rest = () => new Promise((done) => {
+  const end = () => { watch.disconnect(); done(); };
+  let timer = setTimeout(end, 200);
+  const watch = new MutationObserver(() => { clearTimeout(timer); timer = setTimeout(end, 150); });
+  watch.observe(document.body, { subtree: true, childList: true, attributes: true, characterData: true });
+});
+const unseen = (element) => { const part = element.closest('thead, .unseen, .skip'); return part !== null && part.getBoundingClientRect().width < 2; };
+const seen = (element) => element.checkVisibility({ checkOpacity: true, checkVisibilityCSS: true }) && !unseen(element);
 const texts = (svg) => [...svg.querySelectorAll('text')].filter((t) => t.textContent.trim() && t.getAttribute('opacity') !== '0' && seen(t))
   .map((t) => ({ text: t.textContent, box: t.getBoundingClientRect() }));
 const drawnPaths = (id, mark) => [...document.querySelectorAll(`#${CSS.escape(id)} .mark-${mark} path`)].filter((p) => (p.getAttribute('d') || '').length > 8);
@@ -136,7 +144,12 @@ class Browser:
         if height >= TALL:
             self.drawn()
 
-    def size(self, width: int, height: int) -> None:
+    def theme(self, *, dark: bool) -> None:
+        """The ground that the reader prefers."""
+        wanted = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.protocol("Emulation.setEmulatedMedia", media="", features=[wanted])
+
+    def size(self, width: int, height: int = TALL) -> None:
         """The window, in CSS pixels."""
         self.protocol("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
@@ -145,7 +158,7 @@ class Browser:
         found = self.run(
             "const all = () => [...document.querySelectorAll('.chart')].filter((c) => !c.closest('[hidden], details:not([open])')).every((c) => c.querySelector('svg.marks') || c.matches('.problem'));"
             "for (let i = 0; i < 3000 && !all(); i += 1) await wait(20);"
-            "await wait(120); return all();"
+            "await rest(); return all();"
         )
         assert found, "some charts were not drawn within a minute"
 
@@ -173,17 +186,30 @@ class Browser:
                 requests.append(parameters["request"]["url"] if "request" in parameters else parameters["url"])
         return console, requests
 
+    def point(self, x: float, y: float) -> dict[str, str]:
+        """Move the pointer there; the lines of the tooltip that opens."""
+        for place in ((x - 2, y - 2), (x, y)):
+            self.protocol("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
+        return dict(
+            self.run(
+                "const tip = () => document.querySelector('#vg-tooltip-element.visible');"
+                "for (let i = 0; i < 100 && !tip(); i += 1) await wait(20);"
+                "return tip() ? [...tip().querySelectorAll('tr')].map((r) => [...r.children].map((c) => c.textContent.replace(/:$/, ''))) : [];"
+            )
+        )
+
     def picture(self, path: Path) -> Path:
         """The whole page as a PNG."""
         size = self.run("return { width: root.clientWidth, height: Math.ceil(document.body.getBoundingClientRect().bottom) };")
         self.size(size["width"], min(size["height"], 16_000))
-        data = self.protocol("Page.captureScreenshot", format="png", optimizeForSpeed=True)["data"]
+        data = self.protocol("Page.captureScreenshot", format="png")["data"]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(data))
         return path
 
     def pdf(self, path: Path) -> Path:
         """The page as it is printed."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(self.protocol("Page.printToPDF", printBackground=False)["data"]))
         return path
 

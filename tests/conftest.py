@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 # Tensors here are tiny, and the threads of a job that runs beside others wait for each other most of the time.
 if "OMP_NUM_THREADS" not in os.environ:
@@ -90,10 +91,15 @@ def make_clone(target: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def finished_clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone in which `snakemake` ran to the end on the test configuration."""
-    clone = make_clone(tmp_path_factory.mktemp("finished") / "clone")
-    run(clone, "snakemake")
-    return clone
+    """A clone in which `snakemake` ran to the end on the test configuration: one for all workers, copied by each."""
+    own = tmp_path_factory.getbasetemp()
+    clone = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "finished"
+    with FileLock(clone.with_suffix(".lock")):
+        if not clone.exists():
+            made = make_clone(tmp_path_factory.mktemp("making") / "clone")
+            run(made, "snakemake")
+            made.rename(clone)
+    return shutil.copytree(clone, own / "finished_copy", symlinks=True)
 
 
 @pytest.fixture

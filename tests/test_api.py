@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +52,100 @@ def test_every_public_name_is_there_and_explained():
         assert getattr(farstate, name).__doc__, name
     with pytest.raises(AttributeError, match="no attribute 'StatePasing'"):
         farstate.StatePasing  # noqa: B018
+
+
+# --- the page of the docs --------------------------------------------------------------------------------
+
+PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+EXAMPLE = re.search(r"<!-- the example -->\n```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_table_of_names_is_complete():
+    table = PAGE[PAGE.index("## Names") :]
+    named = [name for cell in re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)", cell)]
+    assert sorted(named) == sorted(farstate.__all__)
+
+
+class Watched:
+    """A model that keeps what it was given and what it returned."""
+
+    def __init__(self, model: farstate.LanguageModel) -> None:
+        self.model, self.given, self.final = model, [], []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, tokens: Tensor, state: farstate.State | None = None) -> tuple[Tensor, farstate.State]:
+        assert state is None or not any(tensor.requires_grad for layer in state.layers for tensor in layer.tensors())
+        hidden, final = self.model(tokens, state)
+        self.given.append(self.model.zero_state(len(tokens)) if state is None else state)
+        self.final.append(final)
+        return hidden, final
+
+
+def run_example(code: str) -> Watched:
+    watched = Watched(small())
+    text = ids(1, 33 * 8 * 30).view(30, 8, 33)
+    optimizer = torch.optim.AdamW(watched.model.parameters(), lr=2e-3)
+    exec(code, {"farstate": farstate, "model": watched, "batch_of": text.__getitem__, "optimizer": optimizer})
+    return watched
+
+
+def test_the_example_of_the_page_is_short_and_passes_states():
+    assert EXAMPLE is not None
+    code = EXAMPLE[1]
+    lines = [line for line in code.splitlines() if line.strip() and not line.strip().startswith("#")]
+    assert len(lines) <= 10
+    assert "reset_probability=0.1" in code
+    watched = run_example(code)
+    assert len(watched.given) == 30
+    assert not entries(watched.given[0]).any()
+    resets = 0
+    for before, given in zip(watched.final, watched.given[1:], strict=False):
+        for row, (was, now) in enumerate(zip(entries(before), entries(given), strict=True)):
+            assert torch.equal(now, was) or not now.any(), row
+            assert was.any()
+            resets += not now.any()
+    # Of 232 draws with probability 0.1; the seed is fixed.
+    assert 8 <= resets <= 42
+
+    always = run_example(code.replace("reset_probability=0.1", "reset_probability=1.0"))
+    control = run_example(code.replace("StatePassing(run, reset_probability=0.1)", "ZeroInit(run)"))
+    moved = False
+    for mine, zero, passed in zip(*(each.model.parameters() for each in (always, control, watched)), strict=True):
+        assert torch.equal(mine, zero)
+        moved |= not torch.equal(zero, passed)
+    assert moved
+
+
+def test_every_block_of_the_page_runs():
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 10
+    for block in blocks:
+        exec(block, names)
+    model, run, batch_of = names["again"], names["run"], names["batch_of"]
+    assert torch.equal(model.lm_head.weight, names["model"].head_weight)
+    for arm in names["arms"]:
+        # Each of them for two steps, as the page says: another class in that line.
+        for step in range(2):
+            tokens = batch_of(step)
+            _, final = names["model"](
+                tokens[:, :-1], arm.initial(step, farstate.Windows(tokens, torch.zeros(8, dtype=torch.bool)))
+            )
+            arm.observe(final)
+    assert isinstance(run, farstate.Run)
+
+
+def test_the_script_shows_what_state_passing_is_for(capsys: pytest.CaptureFixture[str]):
+    runpy.run_path(str(ROOT / "examples" / "state_passing.py"), run_name="__main__")
+    lines = {
+        line[:16].strip(): [float(value) for value in line[16:].split()] for line in capsys.readouterr().out.splitlines()[1:]
+    }
+    print(lines)
+    # In 32 tokens all are alike; at 2,048, of 64 times the training length, only the states that were met in training do.
+    assert lines["state passing"][2] < 0.6 * min(lines["control"][2], lines["base"][2])
+    assert max(values[0] for values in lines.values()) < 1.2 * min(values[0] for values in lines.values())
 
 
 # --- carrying, measuring, saving -------------------------------------------------------------------------
@@ -365,3 +463,62 @@ def test_a_model_of_fla_is_the_same_model(kind: str, options: dict[str, Any], tm
     with torch.no_grad():
         hidden, _ = model(ids(2, 13))
     assert ((hidden @ model.head_weight.T - found["after"][0]).abs().max() / found["after"][0].abs().max()).item() < 1e-4
+
+
+# --- how to add an intervention --------------------------------------------------------------------------
+
+ADDED = """
+import sys, yaml
+from pathlib import Path
+from farstate import params
+config = yaml.safe_load(Path("params.yaml").read_text())
+change = yaml.safe_load(Path("change.yaml").read_text())
+config["posttrain"]["arms"] |= change["posttrain"]["arms"]
+config["figures"]["fig5"]["arms"] = change["figures"]["fig5"]["arms"]
+Path("params.yaml").write_text(yaml.safe_dump(config))
+loaded = params.load(Path("params.yaml"))
+assert loaded.posttrain.arms["halved"].factor == 0.5
+assert "torch" not in sys.modules
+import torch, farstate
+from farstate.models.mamba2.shape import Mamba2Config
+from farstate.training.initial_states import build
+model = farstate.LanguageModel(Mamba2Config(width=16, layers=2, state_size=8, head_size=8, vocabulary_size=20))
+run = farstate.Run.of(model, rows=4, context=8)
+halved, plain = build(loaded.posttrain.arms["halved"], run), farstate.StatePassing(run)
+_, final = model(torch.arange(4)[:, None].expand(4, 8))
+for each in (halved, plain):
+    assert each.initial(0) is None
+    each.observe(final)
+given, expected = halved.initial(1), plain.initial(1)
+for layer in range(2):
+    assert torch.equal(given.entries(layer), 0.5 * expected.entries(layer))
+    assert torch.equal(given.layers[layer].auxiliary["conv"], expected.layers[layer].auxiliary["conv"])
+    assert given.entries(layer).any()
+from farstate.training.scaled import ScaledPassing
+try:
+    ScaledPassing(run, factor=-1.0)
+except farstate.FarstateError as error:
+    print(error)
+"""
+
+
+def test_the_page_on_interventions_adds_one(tmp_path: Path):
+    """A copy of the package after the page was followed to the letter."""
+    page = (ROOT / "docs" / "adding_an_intervention.md").read_text(encoding="utf-8")
+    file, line, listed = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (change,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "src/farstate/training/scaled.py").write_text(file)
+    parameters = tmp_path / "src/farstate/params.py"
+    before = parameters.read_text()
+    last = before.index('    "permuted": Registered(')
+    parameters.write_text(before[:last] + line + before[last:])
+    (tmp_path / "change.yaml").write_text(change)
+    shutil.copy(ROOT / "config/test.yaml", tmp_path / "params.yaml")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", ADDED], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "scaled_passing.factor: input should be greater than 0 (found -1.0)\n"
+    assert '"initial_state": "scaled_passing"' in listed

@@ -385,13 +385,13 @@ def test_memory_is_taken_only_for_sizes_that_the_file_has(good: Path, tmp_path: 
     from farstate.models import checkpoints
 
     devices: list[str] = []
-    whole = checkpoints._Unfilled.__init__
+    whole = checkpoints.Unfilled.__init__
 
     def noted(self: Any, *arguments: Any, **options: Any) -> None:
         whole(self, *arguments, **options)
         devices.extend({tensor.device.type for tensor in self.state_dict().values()})
 
-    monkeypatch.setattr(checkpoints._Unfilled, "__init__", noted)
+    monkeypatch.setattr(checkpoints.Unfilled, "__init__", noted)
     folder = shutil.copytree(good / "transformers", tmp_path / "large")
     configured(hidden_size=2**20, num_heads=2**18)(folder)
     with pytest.raises(FarstateError, match="wrong shape"):

@@ -7,7 +7,6 @@ import html
 import json
 import os
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -28,8 +27,6 @@ from farstate.reports.figures import FIGURES
 from farstate.reports.theme import arm_styles
 from test_reports_synthetic import context, outputs, write_tables
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
 KEYS = {"compare": "0123abc", "evaluate": ["<script>", "é"]}
 
 
@@ -40,10 +37,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return build(write_tables(root / "tables"), root)
 
 
-@pytest.fixture(scope="module")
-def paper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def at_the_papers_scale(root: Path) -> dict[str, Path]:
     """Two of the paper's models, with its values, and an arm that breaks in one seed and in the mean."""
-    root = tmp_path_factory.mktemp("paper")
     models = ("mamba2-370m", "mamba2-780m")
     arms = ("base", "control", "random_noise", "state_passing", "my_arm")
     import test_reports_synthetic as synthetic
@@ -62,6 +57,11 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return build(tables, root, context(models, scale="paper", train_length=2048, paper=True))
 
 
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return at_the_papers_scale(tmp_path_factory.mktemp("paper"))
+
+
 def build(tables: Path, root: Path, about: dict[str, Any] | None = None) -> dict[str, Path]:
     output = outputs(root)
     stage.draw(FIGURES["fig5"], inputs={"comparison": [tables]}, output=output, context=about or context(), keys=KEYS)
@@ -73,164 +73,6 @@ def page_data(page: str) -> dict[str, Any]:
     assert found is not None
     (group,) = json.loads(found.group(1))["groups"]
     return group
-
-
-def visit(page: Path, tmp_path: Path, probe: str, width: int = 1400, *, dark: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """Open a copy of the page, wait until its charts are drawn, run `probe` (an async function's body that fills `out`); return it and the console."""
-    assert CHROMIUM is not None
-    text = page.read_text(encoding="utf-8")
-    end = text.rindex("</body>")
-    script = (
-        "<script>(async () => { const out = {}; const wait = (ms) => new Promise((done) => setTimeout(done, ms));"
-        "while (document.documentElement.dataset.drawn !== document.documentElement.dataset.charts) await wait(20); await wait(100);"
-        f"try {{ {probe} }} catch (error) {{ out.error = String(error.stack); }}"
-        "const place = document.createElement('pre'); place.id = 'probe'; place.textContent = JSON.stringify(out); document.body.append(place);"
-        "})();</script>"
-    )
-    copy = tmp_path / "page.html"
-    copy.write_text(text[:end] + script + text[end:], encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-    flags += [
-        "--disable-component-update",
-        "--disable-sync",
-        "--virtual-time-budget=8000",
-        "--enable-logging=stderr",
-        "--dump-dom",
-    ]
-    if dark:
-        flags.append("--blink-settings=preferredColorScheme=0")
-    done = subprocess.run(
-        [
-            CHROMIUM,
-            *flags,
-            f"--window-size={width},20000",
-            "--host-resolver-rules=MAP * ~NOTFOUND",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            copy.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.S)
-    assert found is not None, (console, done.stderr[-2000:])
-    answer = json.loads(html.unescape(found.group(1)))
-    assert "error" not in answer, answer["error"]
-    return answer, console
-
-
-COUNT = """
-const count = (id, mark) => [...document.querySelectorAll(`#${id} .mark-${mark} path`)].filter((p) => (p.getAttribute('d') || '').length > 8).length;
-const colours = (id) => [...new Set([...document.querySelectorAll(`#${id} .mark-line path[stroke-dasharray], #${id} .mark-line path[stroke]`)].map((p) => p.getAttribute('stroke')))].sort();
-"""
-LAYOUT = """
-out.overflow = document.documentElement.scrollWidth - window.innerWidth;
-out.overlaps = []; out.clipped = []; out.widths = {};
-for (const svg of document.querySelectorAll('.chart svg.marks')) {
-  const frame = svg.getBoundingClientRect();
-  out.widths[svg.closest('.chart').id] = frame.width / svg.closest('figure').getBoundingClientRect().width;
-  const texts = [...svg.querySelectorAll('text')].filter((t) => t.textContent.trim() && t.getAttribute('opacity') !== '0' && getComputedStyle(t).opacity !== '0')
-    .map((t) => ({ text: t.textContent, box: t.getBoundingClientRect() }));
-  for (const [i, a] of texts.entries()) {
-    if (a.box.left < frame.left - 1 || a.box.right > frame.right + 1 || a.box.top < frame.top - 1 || a.box.bottom > frame.bottom + 1) out.clipped.push(a.text);
-    for (const b of texts.slice(i + 1)) {
-      if (a.box.left < b.box.right - 1 && b.box.left < a.box.right - 1 && a.box.top < b.box.bottom - 3 && b.box.top < a.box.bottom - 3) out.overlaps.push([a.text, b.text]);
-    }
-  }
-}
-"""
-
-
-@pytest.mark.browser
-@needs_chromium
-def test_the_page_draws_offline_and_its_legend_filters(demo: dict[str, Path], tmp_path: Path) -> None:
-    probe = (
-        COUNT
-        + LAYOUT
-        + """
-out.drawn = document.documentElement.dataset.drawn;
-out.requests = performance.getEntriesByType('resource').map((entry) => entry.name).filter((name) => !name.startsWith('data:'));
-out.marks = count('ppl-0', 'symbol'); out.bands = count('ppl-0', 'area'); out.ages = count('ages-0', 'line');
-out.colours = colours('ppl-0');
-const button = (arm) => document.querySelector(`[data-arm=${arm}]`);
-const state = () => [...document.querySelectorAll('[data-arm][aria-pressed=true]')].map((b) => b.dataset.arm);
-const tick = () => [...document.querySelectorAll('#ppl-0 .role-axis-label text')].map((t) => t.textContent);
-out.ticks = tick();
-button('tbtt').click(); await wait(300);
-out.one = { state: state(), colours: colours('ppl-0'), excess: colours('excess_nll-0'), marks: count('ppl-0', 'symbol'), ticks: tick() };
-button('control').dispatchEvent(new MouseEvent('click', { shiftKey: true, bubbles: true })); await wait(300);
-out.two = { state: state(), colours: colours('ppl-0') };
-button('tbtt').dispatchEvent(new MouseEvent('click', { shiftKey: true, bubbles: true })); await wait(300);
-out.back = { state: state() };
-button('control').click(); await wait(300);
-out.all = { state: state(), marks: count('ppl-0', 'symbol') };
-document.querySelector('[data-range=all]').click(); await wait(300);
-out.fromOne = { marks: count('ppl-0', 'symbol'), ticks: tick() };
-const cell = document.querySelectorAll('#ppl-0 .mark-path path')[10];
-const box = cell.getBoundingClientRect();
-for (const kind of ['pointerover', 'pointermove', 'mousemove']) {
-  cell.dispatchEvent(new PointerEvent(kind, { clientX: box.x + box.width / 2, clientY: box.y + box.height / 2, bubbles: true }));
-}
-await wait(300);
-out.tooltip = (document.getElementById('vg-tooltip-element') || {}).textContent || '';
-"""
-    )
-    found, console = visit(demo["html"], tmp_path, probe)
-    assert console == []
-    assert found["drawn"] == "4"
-    assert found["requests"] == []
-    assert found["marks"] > 100
-    assert found["bands"] == 6
-    assert found["ages"] >= 6
-    assert found["overflow"] <= 0
-    assert found["overlaps"] == []
-    assert found["clipped"] == []
-    assert len(found["colours"]) == 7
-    assert found["one"]["state"] == ["tbtt"]
-    assert found["one"]["colours"] == found["one"]["excess"] == ["#D55E00"]
-    assert 0 < found["one"]["marks"] < found["marks"] / 3
-    assert found["one"]["ticks"] != found["ticks"], "the vertical range follows what is shown"
-    assert found["two"]["state"] == ["control", "tbtt"]
-    assert len(found["two"]["colours"]) == 2
-    assert found["back"]["state"] == ["control"]
-    assert len(found["all"]["state"]) == 7
-    assert found["all"]["marks"] == found["marks"]
-    assert found["fromOne"]["marks"] > found["marks"]
-    assert "1" in found["fromOne"]["ticks"]
-    for part in ("arm", "seed", "value", "low to high", "documents"):
-        assert part in found["tooltip"], found["tooltip"]
-
-
-@pytest.mark.browser
-@needs_chromium
-@pytest.mark.parametrize(("width", "dark"), [(500, False), (1600, True)])
-def test_the_page_fits(paper: dict[str, Path], tmp_path: Path, width: int, dark: bool) -> None:
-    """Narrow and wide, light and dark: nothing overlaps or is cut, and text stands out from its ground."""
-    probe = (
-        LAYOUT
-        + """
-const luminance = (colour) => { const c = colour.match(/[\\d.]+/g).slice(0, 3).map((v) => { v /= 255; return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
-  return 0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2]; };
-const ground = luminance(getComputedStyle(document.body).backgroundColor);
-const contrast = (colour) => { const l = luminance(colour); return (Math.max(l, ground) + 0.05) / (Math.min(l, ground) + 0.05); };
-out.contrast = Math.min(...[...document.querySelectorAll('.chart svg.marks text')].filter((t) => t.textContent !== '✕').map((t) => contrast(getComputedStyle(t).fill)), ...[...document.querySelectorAll('p, td, dt, .legend button')].map((e) => contrast(getComputedStyle(e).color)));
-out.ground = ground;
-out.columns = new Set([...document.querySelectorAll('.model')].map((e) => e.getBoundingClientRect().left)).size;
-out.broken = [...document.querySelectorAll('.chart svg.marks text')].filter((t) => t.textContent === '✕').length;
-"""
-    )
-    found, console = visit(paper["html"], tmp_path, probe, width, dark=dark)
-    assert console == []
-    assert found["overflow"] <= 0
-    assert found["clipped"] == []
-    assert [pair for pair in found["overlaps"] if "✕" not in pair] == []
-    assert all(0.85 < share <= 1.01 for share in found["widths"].values()), found["widths"]
-    assert found["contrast"] >= 4.5
-    assert (found["ground"] < 0.2) == dark
-    assert found["columns"] == (1 if width < 800 else 2)
-    assert found["broken"] == 2 * 3 * 2, "the mean and one seed break, in both models and all three metrics"
 
 
 def test_the_page_names_no_outside_resource(demo: dict[str, Path]) -> None:

@@ -19,7 +19,7 @@ from farstate.reports.family_text import Item
 from farstate.reports.figures import FIGURES
 from farstate.reports.page import MAXIMUM_BYTES, OUTPUTS
 from farstate.reports.theme import colour_on, ordered_styles
-from test_reports_curves import CHROMIUM, LAYOUT, needs_chromium, page_data, visit
+from test_reports_curves import page_data
 from test_reports_synthetic import context, verdict
 
 SIZE = {"parameters": 40_000, "parameters_without_embeddings": 10_000}
@@ -250,28 +250,6 @@ def test_their_specifications_are_valid_vega_lite(pages: dict[str, dict[str, Pat
         charts = {chart["id"]: chart["spec"] for chart in page_data(pages[figure]["html"].read_text(encoding="utf-8"))["charts"]}
         for name in names:
             altair.LayerChart.from_dict(charts[name])
-
-
-@pytest.mark.browser
-@needs_chromium
-@pytest.mark.parametrize(("figure", "width", "dark"), [("fig2", 420, False), ("cost", 1400, True)])
-def test_a_family_fits(pages: dict[str, dict[str, Path]], tmp_path: Path, figure: str, width: int, dark: bool) -> None:
-    assert CHROMIUM is not None
-    probe = (
-        LAYOUT
-        + "out.drawn = Number(document.documentElement.dataset.drawn);"
-        + (
-            "const buttons = [...document.querySelectorAll('[data-arm]')]; buttons[1].click(); await wait(200);"
-            "out.one = buttons.filter((b) => b.getAttribute('aria-pressed') === 'true').length;"
-        )
-    )
-    found, console = visit(pages[figure]["html"], tmp_path, probe, width, dark=dark)
-    assert console == []
-    assert found["drawn"] == len(page_data(pages[figure]["html"].read_text(encoding="utf-8"))["charts"])
-    assert found["overflow"] <= 0
-    assert found["clipped"] == []
-    assert found["overlaps"] == []
-    assert found["one"] == 1
 
 
 def lead_of(page: Path) -> list[str]:

@@ -24,7 +24,7 @@ from farstate.reports.figures import FIGURES
 from farstate.reports.page import MAXIMUM_BYTES, OUTPUTS
 from farstate.reports.remembrance_text import Arm
 from farstate.reports.theme import arm_styles
-from test_reports_curves import LAYOUT, needs_chromium, page_data, visit
+from test_reports_curves import page_data
 from test_reports_synthetic import context, write_tables
 
 Curve = Callable[[float], float]
@@ -262,28 +262,6 @@ def test_the_specifications_are_valid_and_drawn(which: str, request: pytest.Fixt
     svg = output["svg"].read_text()
     assert "T − 64" in svg
     assert "T_train tokens left" in svg
-
-
-@pytest.mark.browser
-@needs_chromium
-@pytest.mark.parametrize(("which", "width", "dark"), [("demo", 420, False), ("paper", 1400, True)])
-def test_the_page_fits(which: str, width: int, dark: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    page = request.getfixturevalue(which)["html"]
-    probe = (
-        LAYOUT + "out.drawn = Number(document.documentElement.dataset.drawn);"
-        "const drawn = () => document.querySelectorAll('#remembrance-total_variation-0 .mark-symbol path').length;"
-        "out.before = drawn();"
-        "const buttons = [...document.querySelectorAll('[data-arm]')]; buttons[1].click(); await wait(200);"
-        "out.one = buttons.filter((b) => b.getAttribute('aria-pressed') === 'true').length; out.after = drawn();"
-    )
-    found, console = visit(page, tmp_path, probe, width, dark=dark)
-    assert console == []
-    assert found["drawn"] == len(remembrance_charts.MEASURES)
-    assert found["overflow"] <= 0
-    assert found["clipped"] == []
-    assert found["overlaps"] == []
-    assert found["one"] == 1
-    assert 0 < found["after"] < found["before"]
 
 
 # --- the section -----------------------------------------------------------------------------------------

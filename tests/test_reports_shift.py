@@ -18,7 +18,7 @@ from farstate.files import write_manifest
 from farstate.reports import shift, shift_text
 from farstate.reports.figures import FIGURES
 from farstate.reports.page import MAXIMUM_BYTES, OUTPUTS
-from test_reports_curves import CHROMIUM, LAYOUT, needs_chromium, page_data, visit
+from test_reports_curves import page_data
 
 POSITIONS, CONTEXT, HEADS = (16, 64, 250), 16, 8
 INTERVAL = "95 % bootstrap over 24 documents"
@@ -158,9 +158,8 @@ def build(folder: Path, directories: list[Path], **changes: Any) -> dict[str, Pa
     return output
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("shift-page")
+def built(root: Path) -> dict[str, Path]:
+    """The page of four runs."""
     return build(
         root,
         [
@@ -170,6 +169,11 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             write_run(root / "control", "control", new=30.0, excess=0.9, effect=0.05),
         ],
     )
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return built(tmp_path_factory.mktemp("shift-page"))
 
 
 def words_of(output: dict[str, Path]) -> str:
@@ -279,38 +283,3 @@ def test_bad_input(tmp_path: Path) -> None:
     (folder / "shift.parquet").unlink()
     with pytest.raises(FarstateError, match="no such file"):
         build(tmp_path, [folder])
-
-
-@pytest.mark.browser
-@needs_chromium
-@pytest.mark.parametrize(("width", "dark"), [(420, False), (1400, True)])
-def test_the_page_fits(drawn: dict[str, Path], tmp_path: Path, width: int, dark: bool) -> None:
-    assert CHROMIUM is not None
-    probe = (
-        LAYOUT
-        + """
-out.drawn = Number(document.documentElement.dataset.drawn);
-out.requests = performance.getEntriesByType('resource').map((entry) => entry.name).filter((name) => !name.startsWith('data:'));
-const buttons = [...document.querySelectorAll('[data-arm]')]; buttons[1].click(); await wait(200);
-out.one = buttons.filter((b) => b.getAttribute('aria-pressed') === 'true').length;
-buttons[1].click(); await wait(200);
-const cell = document.querySelector('#strip-novelty-0-0 .mark-rect path');
-const box = cell.getBoundingClientRect();
-for (const kind of ['pointerover', 'pointermove', 'mousemove']) {
-  cell.dispatchEvent(new PointerEvent(kind, { clientX: box.x + box.width / 2, clientY: box.y + box.height / 2, bubbles: true }));
-}
-await wait(300);
-out.tooltip = (document.getElementById('vg-tooltip-element') || {}).textContent || '';
-out.legend = document.getElementById('swaps-0-0').textContent;
-"""
-    )
-    found, console = visit(drawn["html"], tmp_path, probe, width, dark=dark)
-    assert console == []
-    assert found["drawn"] == len(page_data(drawn["html"].read_text(encoding="utf-8"))["charts"])
-    assert (found["requests"], found["one"]) == ([], 1)
-    assert found["overflow"] <= 0
-    assert found["clipped"] == []
-    assert [pair for pair in found["overlaps"] if "✕" not in pair] == []
-    for part in ("arm", "layer", "head", "position t", "interval", "inside training"):
-        assert part in found["tooltip"], found["tooltip"]
-    assert "other document" in found["legend"]

@@ -18,17 +18,15 @@ from farstate.params import Compare
 from farstate.reports import state_text, states
 from farstate.reports.figures import FIGURES
 from farstate.reports.page import MAXIMUM_BYTES, OUTPUTS
-from test_reports_curves import CHROMIUM, LAYOUT, needs_chromium, page_data, visit
+from test_reports_curves import page_data
 from test_states import DRIFT, read_manifest_loosely, write_measurement
 
 NAMES = {"base": "base (no post-training)", "control": "zero-init control", "state_passing": "state passing"}
 ARMS = tuple(NAMES)
 
 
-@pytest.fixture(scope="module")
-def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models; in `small` one head drifts up and one down, `large` breaks at position 100."""
-    root = tmp_path_factory.mktemp("states-page")
+def compared(root: Path) -> Path:
+    """Two models; in `m` one head drifts up and one down, `large` breaks at position 100."""
     size = {"documents": 8, "length": 256}
     half = {key: value / 2 for key, value in DRIFT.items()}
     directories = [
@@ -46,6 +44,11 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
         output=root / "comparison",
     )
     return root / "comparison"
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compared(tmp_path_factory.mktemp("states-page"))
 
 
 def context(**changes: Any) -> dict[str, Any]:
@@ -127,44 +130,6 @@ def test_specifications_are_valid_vega_lite(pages: dict[str, dict[str, Path]]) -
         charts = {chart["id"]: chart["spec"] for chart in page_data(pages[figure]["html"].read_text(encoding="utf-8"))["charts"]}
         for name in names:
             altair.LayerChart.from_dict(charts[name])
-
-
-@pytest.mark.browser
-@needs_chromium
-@pytest.mark.parametrize(("figure", "width", "dark"), [("fig4", 420, False), ("fig9", 1400, True)])
-def test_the_pages_fit(pages: dict[str, dict[str, Path]], tmp_path: Path, figure: str, width: int, dark: bool) -> None:
-    assert CHROMIUM is not None
-    probe = (
-        LAYOUT
-        + """
-out.drawn = Number(document.documentElement.dataset.drawn);
-out.requests = performance.getEntriesByType('resource').map((entry) => entry.name).filter((name) => !name.startsWith('data:'));
-const buttons = [...document.querySelectorAll('[data-arm]')]; buttons[1].click(); await wait(200);
-out.one = buttons.filter((b) => b.getAttribute('aria-pressed') === 'true').length;
-buttons[1].click(); await wait(200);
-const cell = document.querySelector('#map-0-0 .mark-rect path');
-if (cell) {
-  const box = cell.getBoundingClientRect();
-  for (const kind of ['pointerover', 'pointermove', 'mousemove']) {
-    cell.dispatchEvent(new PointerEvent(kind, { clientX: box.x + box.width / 2, clientY: box.y + box.height / 2, bubbles: true }));
-  }
-  await wait(300);
-  out.tooltip = (document.getElementById('vg-tooltip-element') || {}).textContent || '';
-  out.fills = [...document.querySelectorAll('#map-0-0 .mark-rect path')].map((p) => p.getAttribute('fill')).filter((fill) => fill.startsWith('rgb'));
-}
-"""
-    )
-    found, console = visit(pages[figure]["html"], tmp_path, probe, width, dark=dark)
-    assert console == []
-    assert found["drawn"] == len(page_data(pages[figure]["html"].read_text(encoding="utf-8"))["charts"])
-    assert (found["requests"], found["one"]) == ([], 1)
-    assert found["overflow"] <= 0
-    assert found["clipped"] == []
-    assert [pair for pair in found["overlaps"] if "✕" not in pair] == []
-    if figure == "fig9":
-        for part in ("arm", "layer", "head", "drift, log2", "simultaneous", "std far", "rank"):
-            assert part in found["tooltip"], found["tooltip"]
-        assert len(set(found["fills"])) == 4
 
 
 def test_heads_that_are_asked_for_are_drawn(comparison: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from farstate.reports.stage import _context
 from farstate.reports.tasks import COLUMNS
 from farstate.tasks.compare import SCORE_SCHEMA, compare
 from farstate.tasks.measure import ANSWER_SCHEMA
-from test_reports_curves import LAYOUT, needs_chromium, page_data, visit
+from test_reports_curves import page_data
 from test_reports_synthetic import context
 
 SCHEMA = {
@@ -240,10 +240,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]
     }
 
 
-@pytest.fixture(scope="module")
-def paper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
-    """At the paper's scale, with its values beside."""
-    root = tmp_path_factory.mktemp("paper")
+def at_the_papers_scale(root: Path) -> dict[str, dict[str, Path]]:
+    """With its values beside."""
     lengths = tuple(2048 * 2**power for power in range(8))
     rows = {
         "fig6": babilong_rows(
@@ -271,6 +269,11 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]
             about["tasks"] = {"training_lengths": [50, 100], "training": {"packing": "packed", "examples": 1_000_000}}
         found[figure] = build(figure, write(root / figure / "tables", of_figure), root / figure, about)
     return found
+
+
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
+    return at_the_papers_scale(tmp_path_factory.mktemp("paper"))
 
 
 # --- what the numbers say ----------------------------------------------------------------------------------
@@ -646,37 +649,3 @@ def test_lengths_on_an_axis(length: int, expected: str) -> None:
 
 def test_zero_stands_left_of_the_shortest_length() -> None:
     assert task_charts.place(0, 64) < task_charts.place(64, 64) == 6.0
-
-
-@pytest.mark.browser
-@needs_chromium
-@pytest.mark.parametrize(
-    ("figure", "which", "width", "dark"),
-    [("fig6", "paper", 420, True), ("fig7", "paper", 1400, False), ("table1", "pages", 420, False)],
-)
-def test_the_page_fits(figure: str, which: str, width: int, dark: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    page = request.getfixturevalue(which)[figure]["html"]
-    probe = (
-        LAYOUT + "out.drawn = Number(document.documentElement.dataset.drawn);"
-        "out.marks = [...document.querySelectorAll('.chart')].map((c) => c.querySelectorAll('.mark-symbol path, .mark-rect path').length);"
-        "const buttons = [...document.querySelectorAll('[data-arm]')];"
-        "const drawn = () => document.querySelectorAll('#' + document.querySelector('.chart').id + ' .mark-symbol path').length;"
-        "const cell = document.querySelector('.mark-rect path'); if (cell) {"
-        "const box = cell.getBoundingClientRect(); for (const kind of ['pointerover', 'pointermove', 'mousemove'])"
-        "cell.dispatchEvent(new PointerEvent(kind, { clientX: box.x + box.width / 2, clientY: box.y + box.height / 2, bubbles: true }));"
-        "await wait(200); out.hover = document.querySelector('#vg-tooltip-element').textContent; }"
-        "out.before = drawn(); if (buttons.length) { buttons[1].click(); await wait(200); } out.after = drawn();"
-    )
-    found, console = visit(page, tmp_path, probe, width, dark=dark)
-    assert console == []
-    assert found["drawn"] == len(page_data(page.read_text(encoding="utf-8"))["charts"])
-    assert min(found["marks"]) > 0
-    assert found["overflow"] <= 0
-    assert found["clipped"] == []
-    assert found["overlaps"] == []
-    assert all(0.85 < share <= 1.01 for share in found["widths"].values()), found["widths"]
-    if figure == "fig7":
-        for told in ("value0.001", "low to high0 to 0.01", "examples50", "chance0.0011"):
-            assert told in found["hover"], found["hover"]
-    else:
-        assert 0 < found["after"] < found["before"]

@@ -798,3 +798,19 @@ def test_loss_is_the_mean_over_tokens(store, base, tmp_path):
     hidden, _ = model(tokens[:, :-1])
     nll = token_nll(hidden, model.head_weight, tokens[:, 1:], vocabulary_size=VOCABULARY)
     assert metrics(tmp_path)[0]["loss"] == pytest.approx(nll.mean().item(), rel=1e-6)
+
+
+def test_a_step_does_not_load_torchs_compiler() -> None:
+    """It takes longer than many a training of the tests; the numbers are those of torch's own optimizer (above)."""
+    code = (
+        "import sys, torch\n"
+        "from farstate.training.recipe import AdamW\n"
+        "layer = torch.nn.Linear(3, 3)\n"
+        "optimizer = AdamW(layer.parameters(), lr=0.1, fused=True)\n"
+        "layer(torch.ones(2, 3)).sum().backward()\n"
+        "optimizer.step()\n"
+        "optimizer.zero_grad()\n"
+        "assert layer.weight.grad is None\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 import typer.core
@@ -37,8 +37,7 @@ class _Panels(typer.core.TyperGroup):
         for panel, names in PANELS.items():
             for name in names:
                 if name in self.commands:
-                    command: Any = self.commands[name]
-                    command.rich_help_panel = panel
+                    cast(typer.core.TyperCommand, self.commands[name]).rich_help_panel = panel
 
     def list_commands(self, ctx: Any) -> list[str]:
         ordered = [name for names in PANELS.values() for name in names if name in self.commands]
@@ -88,6 +87,7 @@ def _run(
 ) -> None:
     """Do a stage's work, and write down how; `held`: the stage, where its inputs were checked already."""
     from farstate import integrity, tables
+    from farstate.energy import metered
     from farstate.ops import backends
     from farstate.provenance import write_provenance
 
@@ -97,13 +97,13 @@ def _run(
         )
     started = time.time()
     stage = held or Stage(record, output, rule)
-    with backends.use(stage.settings.backend) as operations:
+    with metered() as meter, backends.use(stage.settings.backend) as operations:
         facts = work(stage)
     if os.environ.get("RANK", "0") != "0":
         return  # the first process writes
     tables.hold_all(stage.output)
     integrity.note(stage.output)
-    write_provenance(stage.record, stage.output, started, facts, operations.record())
+    write_provenance(stage.record, stage.output, started, facts, operations.record(), meter.joules)
 
 
 _BY_HAND, _WITH_TEXT = "A checkpoint by hand (with --corpus)", "A checkpoint as published (with --text)"
@@ -726,6 +726,129 @@ def compare(record: Record, output: Output = None) -> None:
     _run(record, output, "compare", work)
 
 
+OwnCheckpoint = Annotated[
+    str,
+    typer.Argument(metavar="CHECKPOINT", help="folder, file or hub name, of any format that Farstate reads", show_default=False),
+]
+OwnCorpus = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WHERE",
+        help="texts: files, globs, a folder, or a data set's hub name; may be repeated; default: the demo's books",
+        show_default=False,
+    ),
+]
+OwnTokenizer = Annotated[
+    Path | None,
+    typer.Option(
+        help="a tokenizer.json; default: that beside the checkpoint, or of the corpus it was trained on", show_default=False
+    ),
+]
+OwnContext = Annotated[
+    int | None, typer.Option(help="T_train in tokens; default: as the checkpoint's own record says", show_default=False)
+]
+OwnBudget = Annotated[str, typer.Option(help="small: minutes for a small model on a CPU; full: the paper's multiples of T_train")]
+OwnOutput = Annotated[
+    Path | None,
+    typer.Option(help="folder of everything; default: own_models/<name>-<digest of what was asked>", show_default=False),
+]
+OwnCores = Annotated[int | None, typer.Option(help="as Snakemake takes them; default: all", show_default=False)]
+OwnProfile = Annotated[str | None, typer.Option(help="a profile of Snakemake: slurm", show_default=False)]
+OwnDevice = Annotated[
+    Literal["auto", "cpu", "cuda"] | None, typer.Option(help="default: that of config/settings.yaml", show_default=False)
+]
+OwnSet = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="any parameter instead of the command's, like evaluate.length=4096; may be repeated",
+        show_default=False,
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="say what would run, and how long it would take")]
+
+
+@app.command()
+def diagnose(
+    checkpoint: OwnCheckpoint,
+    corpus: OwnCorpus = None,
+    tokenizer: OwnTokenizer = None,
+    context: OwnContext = None,
+    budget: OwnBudget = "small",
+    output: OwnOutput = None,
+    cores: OwnCores = None,
+    profile: OwnProfile = None,
+    device: OwnDevice = None,
+    overrides: OwnSet = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Say whether your own model works beyond its training length, to where, and why not: `reports/diagnosis.html`.
+
+    Perplexity and excess by position with the verdict of Def. 3.2, effective remembrance, drifting heads, a passkey; then a plain
+    recommendation. Cached and resumable: a second call shows the result.
+    """
+    from farstate.own_model.command import Asked
+    from farstate.own_model.command import diagnose as run
+
+    run(
+        Asked(checkpoint, corpus or [], tokenizer, context, budget, output, cores, profile, device, dry_run, overrides or []),
+        typer.echo,
+    )
+
+
+@app.command()
+def repair(
+    checkpoint: OwnCheckpoint,
+    arms: Annotated[
+        list[str],
+        typer.Option("--with", metavar="INTERVENTION", help="the initial states: state_passing, tbtt, fitted_noise, …"),
+    ],
+    steps: Annotated[int, typer.Option(help="of the post-training")] = 100,
+    seeds: Annotated[str, typer.Option(help="of the post-training, like 0,1,2")] = "0",
+    tolerance: Annotated[
+        float, typer.Option(help="nats below which the interval of the short-context cost must end to call it a repair")
+    ] = 0.02,
+    control: Annotated[
+        bool, typer.Option(help="the same steps from the zero state; without it nothing can be called a repair")
+    ] = True,
+    corpus: OwnCorpus = None,
+    tokenizer: OwnTokenizer = None,
+    context: OwnContext = None,
+    budget: OwnBudget = "small",
+    output: OwnOutput = None,
+    cores: OwnCores = None,
+    profile: OwnProfile = None,
+    device: OwnDevice = None,
+    overrides: OwnSet = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Post-train your own model from other initial states, and say whether that repairs it: `reports/repair.html`.
+
+    Before, after and the zero-init control side by side; the repaired checkpoint in the format it came from, with a model card.
+    """
+    from farstate.own_model.command import Asked, Repairing
+    from farstate.own_model.command import repair as run
+
+    run(
+        Asked(checkpoint, corpus or [], tokenizer, context, budget, output, cores, profile, device, dry_run, overrides or []),
+        Repairing(arms, steps, _integers("seeds", seeds), tolerance, control=control),
+        typer.echo,
+    )
+
+
+@app.command("compare-reach")
+def compare_reach(record: Record, output: Output = None) -> None:
+    """Say how far the arms of a figure hold: the verdict of Def. 3.2 to every octave."""
+
+    def work(stage: Stage) -> None:
+        from farstate.evaluation.stages import compare_reach_stage
+
+        compare_reach_stage(stage)
+
+    _run(record, output, "compare_reach", work)
+
+
 @app.command("compare-remembrance")
 def compare_remembrance(record: Record, output: Output = None) -> None:
     """Compare what the arms of a figure remember, with intervals."""
@@ -762,6 +885,17 @@ def report(
     wanted = read_json(keys)
     report_stage(wanted, output)
     tables.hold(output / f"{wanted['figure']}.parquet", page=True)
+
+
+@app.command()
+def index(
+    wanted: Annotated[Path, typer.Argument(help="its small manifest, `.farstate/pages/index-<digest>.json`", show_default=False)],
+    output: Annotated[Path, typer.Option(help="folder of the finished pages, and of the page of all results")] = Path("reports"),
+) -> None:
+    """Put all finished pages on one, `index.html`, with their records as json and csv."""
+    from farstate.reports.index import index_stage
+
+    index_stage(read_json(wanted), output)
 
 
 @app.command()

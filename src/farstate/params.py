@@ -731,6 +731,23 @@ class CostFigure(ArmsFigure):
     vary_peak_learning_rate: Annotated[tuple[PositiveFloat, ...], Distinct] = ()
 
 
+class DiagnosisFigure(ArmsFigure):
+    """One's own model: how far it holds, and why it does not; with arms beside `base`, whether one of them is a repair."""
+
+    remembrance: bool = Field(True, description="effective remembrance too")
+    states: bool = Field(True, description="the states by position and their heads too")
+    passkey: bool = Field(True, description="a passkey, zero-shot, by the parameters of tasks.passkey too")
+    least_removed: Probability = Field(
+        0.5, description="of the base's far excess, the share that a repair removes at least, by its interval"
+    )
+    short_context_tolerance: NonNegativeFloat = Field(
+        0.02, description="nats below which the interval of a repair's short-context cost must end"
+    )
+    given: str = Field("", description="the checkpoint as it was given to the command, for the page")
+    pretrained_tokens: PositiveInt | None = Field(None, description="of its pre-training, where they are known, for the page")
+    rate: str = Field("", description="where the peak rate of the post-training is from, for the page")
+
+
 class TaskFigure(OfModels):
     """A long-context task; its parameters are those of `tasks`."""
 
@@ -781,6 +798,8 @@ class Figures(Strict):
     table1: CopyingFigure | None = Field(None, description="strings longer than in training: copying")
     shift: ShiftFigure | None = Field(None, description="distribution shift, novelty and swapped states (not in the paper)")
     cost: CostFigure | None = Field(None, description="is the repair free (not in the paper)")
+    diagnosis: DiagnosisFigure | None = Field(None, description="one's own model: what `farstate diagnose` asks for")
+    repair: DiagnosisFigure | None = Field(None, description="one's own model before and after: what `farstate repair` asks for")
 
     @model_validator(mode="after")
     def _some(self) -> Figures:
@@ -796,7 +815,9 @@ class Figures(Strict):
 class Report(Strict):
     paper_values: bool = Field(True, description="show the paper's digitised values where the model is the paper's")
     paper_models: dict[Name, str] = Field({}, description="by model, the paper's name for it, as in the reference values")
-    scale: Literal["demo", "paper", "test"] = Field("demo", description="what the page says about the scale")
+    scale: Literal["demo", "paper", "test", "own"] = Field(
+        "demo", description="what the page says about the scale; own: one's own model, nothing"
+    )
     note: str = Field("", description="a sentence of your own, printed under the title")
 
 
@@ -903,6 +924,10 @@ class Params(Strict):
                 raise ValueError(
                     f"{key}.noise: '{figure.noise}' is no arm of random noise; in posttrain.arms: {', '.join(found) or 'none'}"
                 )
+        if isinstance(figure, DiagnosisFigure) and figure.passkey and self.tasks.passkey is None:
+            raise ValueError(
+                f"tasks.passkey: missing, and {key} shows it; params.yaml has an example, or give {key}.passkey: false"
+            )
         if isinstance(figure, CostFigure) and (
             strange := [arm for arm in figure.vary if arm not in figure.arms or arm == "base"]
         ):
@@ -923,9 +948,9 @@ class Params(Strict):
         if getattr(self.tasks, task) is None:
             raise ValueError(f"tasks.{task}: missing, and {key} shows it; params.yaml has an example")
 
-    def task_of(self, figure: TaskFigure) -> tuple[str, Any]:
+    def task_of(self, figure: TaskFigure | DiagnosisFigure) -> tuple[str, Any]:
         """The name of a figure's task, and its section of the parameters."""
-        name = {BabilongFigure: "babilong", PasskeyFigure: "passkey", CopyingFigure: "copying"}[type(figure)]
+        name = {BabilongFigure: "babilong", CopyingFigure: "copying"}.get(type(figure), "passkey")
         return name, getattr(self.tasks, name)
 
     def _can_be_trained(self, key: str, figure: TaskFigure) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from farstate.numerics import NUMERICS
 from farstate.params import (
     ArmsFigure,
     CostFigure,
+    DiagnosisFigure,
     FarFigure,
     Params,
     RememberedFigure,
@@ -62,7 +64,9 @@ RECORDED = Path("config/recorded")
 RUN_LOCK = SCRATCH / "run.lock"
 _LONG_AGO = 1.0  # seconds since 1970
 PAGE_FILES = ("html", "svg", "png", "json", "parquet", "csv")
-PAGE_NAME = r"(?:fig|table)[0-9]+|shift|cost"
+INDEX, INDEX_FILES = "index", ("html", "json", "csv")
+"""The page of all results."""
+PAGE_NAME = r"(?:fig|table)[0-9]+|shift|cost|diagnosis|repair"
 PAGE_FILE = re.compile(rf"({PAGE_NAME})\.({'|'.join(PAGE_FILES)})")
 COMPARED = ("curves", "references", "verdicts", "differences", "ages")
 """Tables of a comparison of perplexities."""
@@ -112,22 +116,66 @@ class Page:
 
     def carried(self, root: Path) -> dict[str, Any] | None:
         """The keys the existing page says it shows; None when a file of it is absent or it says nothing."""
-        if not all((root / path).exists() for path in self.outputs.values()):
-            return None
-        try:
-            head = (root / self.outputs["html"]).read_text(encoding="utf-8", errors="replace")[:65536]
-        except OSError:
-            return None
-        found = re.search(r'<meta name="farstate-keys" content="([^"]*)"', head)
-        if not found:
-            return None
-        import html
+        return _carried(root, self.outputs)
 
-        try:
-            value: dict[str, Any] = json.loads(html.unescape(found.group(1)))
-        except json.JSONDecodeError:
-            return None
-        return value
+    def is_current(self, root: Path) -> bool:
+        """Whether the existing page shows what is wanted."""
+        return self.carried(root) == self.wanted()
+
+
+@dataclass(frozen=True)
+class Index:
+    """The page of all results: what it is made of besides the finished pages.
+
+    Attributes:
+        pages: by figure the digest of what its page must show.
+        work: by figure how many results of each kind it stands on (all, and those that no figure before it needs), and their directories.
+        params: the resolved parameters.
+    """
+
+    pages: dict[str, str]
+    work: dict[str, Any]
+    params: dict[str, Any]
+
+    @property
+    def outputs(self) -> dict[str, str]:
+        return {kind: f"reports/{INDEX}.{kind}" for kind in INDEX_FILES}
+
+    @property
+    def digest(self) -> str:
+        return digest(self.wanted())
+
+    @property
+    def manifest(self) -> str:
+        """As a page's."""
+        return str(SCRATCH / "pages" / f"{INDEX}-{self.digest}.json")
+
+    def wanted(self) -> dict[str, Any]:
+        return {"pages": self.pages, "work": self.work, "params": self.params, "version": NUMERICS["reports"]}
+
+    def is_current(self, root: Path) -> bool:
+        """Whether the existing page was made of what is wanted; it carries the digest alone."""
+        return _carried(root, self.outputs) == {INDEX: self.digest}
+
+
+def _carried(root: Path, outputs: dict[str, str]) -> dict[str, Any] | None:
+    """What the page among `outputs` says it shows; None when a file of it is absent or it says nothing."""
+    if not all((root / path).exists() for path in outputs.values()):
+        return None
+    try:
+        head = (root / outputs["html"]).read_text(encoding="utf-8", errors="replace")[:65536]
+    except OSError:
+        return None
+    found = re.search(r'<meta name="farstate-keys" content="([^"]*)"', head)
+    if not found:
+        return None
+    import html
+
+    try:
+        value: dict[str, Any] = json.loads(html.unescape(found.group(1)))
+    except json.JSONDecodeError:
+        return None
+    return value
 
 
 class Plan:
@@ -197,21 +245,40 @@ class Plan:
         if not isinstance(figure, RememberedFigure | StatesFigure | ShiftFigure):
             inputs["comparison"] = (self._compare(name, figure, trained),)
         measures = {
-            "remembrance": isinstance(figure, RememberedFigure) or (isinstance(figure, FarFigure) and figure.remembrance),
-            "states": isinstance(figure, StatesFigure),
+            "remembrance": isinstance(figure, RememberedFigure)
+            or (isinstance(figure, FarFigure | DiagnosisFigure) and figure.remembrance),
+            "states": isinstance(figure, StatesFigure) or (isinstance(figure, DiagnosisFigure) and figure.states),
             "shift": isinstance(figure, ShiftFigure),
         }
         for rule in (rule for rule, shown in measures.items() if shown):
             measured = self._measured(rule, self._given(rule, figure), trained)
             # Shift compares within one model, and has no comparison of arms.
             inputs[rule] = tuple(measured.values()) if rule == "shift" else (self._compare_measured(rule, name, measured),)
+        if isinstance(figure, DiagnosisFigure):
+            inputs["reach"] = (self._reach(name, inputs["comparison"][0]),)
+            if figure.passkey:
+                inputs["task"] = (TaskStages(self, name, figure).comparison,)
         return Page(name, inputs, self._report(figure, runs, series, inputs))
+
+    def _reach(self, name: str, comparison: Stage) -> Stage:
+        """How far Def. 3.2 holds: the verdicts of a comparison to every octave."""
+        return self.add(
+            Stage(
+                rule="compare_reach",
+                phase="evaluate",
+                name=f"compare_reach.{name}",
+                params={"compare": comparison.params["compare"], "figure": comparison.params["figure"]},
+                files=("reach.parquet",),
+                upstream={"evaluations": comparison.upstream["evaluations"]},
+                numerics=("evaluation",),
+            )
+        )
 
     def _given(self, section: str, figure: Shown) -> Texts:
         """The section of the parameters that a measurement reads; the figure's length goes before its own, but for the
         remembrance that stands beside perplexity."""
         given: Texts = getattr(self.params, section)
-        beside = isinstance(figure, FarFigure) and section != "evaluate"
+        beside = isinstance(figure, FarFigure | DiagnosisFigure) and section != "evaluate"
         return given if figure.length is None or beside else given.model_copy(update={"length": figure.length})
 
     def _documents(self, source: Source) -> Iterator[Stage]:
@@ -443,6 +510,12 @@ class Plan:
                 if further.arm != CONTROL
             }
             return {"controls": controls}
+        if isinstance(figure, DiagnosisFigure):
+            shown = [(model, arm) for model in figure.models for arm in figure.arms if arm not in (BASE, CONTROL)]
+            against = CONTROL if CONTROL in figure.arms else BASE
+            return {
+                "pairs": [{"model": model, "arm": arm, "against_model": model, "against_arm": against} for model, arm in shown]
+            }
         if isinstance(figure, WarmUpsFigure):
             shortest_last = sorted(runs, key=lambda run: -run.origin.recipe.warmup)
             firsts = {run.origin.model: run.origin.name for run in shortest_last}
@@ -478,6 +551,12 @@ class Plan:
         for part in ("pretrain", "posttrain"):
             report[part] = getattr(params, part).model_dump(mode="json", exclude={"by_model"})
         for role in inputs:
+            if role == "reach":
+                continue
+            if role == "task":
+                assert params.tasks.passkey is not None
+                report["tasks"] = {"passkey": params.tasks.passkey.model_dump(mode="json", exclude={"training", "jobs"})}
+                continue
             section = "evaluate" if role == "comparison" else role
             report[section] = self._given(section, figure).model_dump(mode="json")
         report["posttrain"]["arms"] = {}
@@ -510,7 +589,7 @@ class Plan:
                     "steps": params.posttrain.steps_of(origin.model, figure) if isinstance(figure, ArmsFigure) else None,
                 },
             )
-        if not isinstance(figure, ArmsFigure):
+        if not isinstance(figure, ArmsFigure) or (isinstance(figure, DiagnosisFigure) and set(figure.arms) == {BASE}):
             del report["posttrain"]
         return report
 
@@ -519,18 +598,38 @@ class Plan:
     def of(self, *, rule: str | None = None, phase: str | None = None) -> list[Stage]:
         return [s for s in self.stages.values() if rule in (None, s.rule) and phase in (None, s.phase)]
 
+    @cached_property
+    def index(self) -> Index:
+        """The page of all results."""
+        work: dict[str, Any] = {}
+        for name, counts in self.needs():
+            below = sorted(self._below(self.pages[name]))
+            work[name] = {"needs": {kind: list(numbers) for kind, numbers in counts.items()}, "below": below}
+        pages = {name: digest(page.wanted()) for name, page in self.pages.items()}
+        return Index(pages, work, self.params.model_dump(mode="json"))
+
+    @property
+    def drawn(self) -> list[Page | Index]:
+        """Every page, the one of all results last."""
+        return [*self.pages.values(), self.index]
+
+    def _below(self, page: Page) -> dict[str, Stage]:
+        """All results that a page stands on, by directory."""
+        below: dict[str, Stage] = {}
+        waiting = list(page.shown)
+        while waiting:
+            stage = waiting.pop()
+            if stage.directory not in below:
+                below[stage.directory] = stage
+                waiting += [upstream for stages in stage.upstream.values() for upstream in stages]
+        return below
+
     def needs(self) -> list[tuple[str, dict[str, tuple[int, int]]]]:
         """By figure and kind of work: how many results it stands on, and how many of them no figure before it needs."""
         seen: set[str] = set()
         table = []
         for page in self.pages.values():
-            below: dict[str, Stage] = {}
-            waiting = list(page.shown)
-            while waiting:
-                stage = waiting.pop()
-                if stage.directory not in below:
-                    below[stage.directory] = stage
-                    waiting += [upstream for stages in stage.upstream.values() for upstream in stages]
+            below = self._below(page)
             counts = {}
             for kind, rules in KINDS.items():
                 mine = {directory for directory, stage in below.items() if stage.rule in rules}
@@ -579,12 +678,11 @@ class Plan:
         A pulled page has any time stamp, and Snakemake remembers when a job began that has long been superseded; so the date
         is the longest ago that a file can have.
         """
-        for page in self.pages.values():
+        for page in self.drawn:
             path = root / page.manifest
-            wanted = page.wanted()
             if not path.exists():
-                write_json(path, wanted)
-            if page.carried(root) == wanted:
+                write_json(path, page.wanted())
+            if page.is_current(root):
                 if path.stat().st_mtime > _LONG_AGO:
                     os.utime(path, (_LONG_AGO, _LONG_AGO))
             else:
@@ -597,7 +695,7 @@ class Plan:
         """
         now = time.time()
         outputs = [path for stage in self.stages.values() for path in stage.outputs]
-        outputs += [path for page in self.pages.values() for path in page.outputs.values()]
+        outputs += [path for page in self.drawn for path in page.outputs.values()]
         for path in outputs:
             with suppress(FileNotFoundError, PermissionError):
                 if (root / path).stat().st_mtime > now:
@@ -672,8 +770,11 @@ class Plan:
             FarstateError: naming what is absent.
         """
         names = {Path(target).as_posix() for target in targets or ["all"]}
-        asked = [p for p in self.pages.values() if {"all", "reports", p.name, *p.outputs.values()} & names]
-        pages = [page.name for page in asked if page.carried(root) != page.wanted()]
+        every = {"all", "reports", INDEX, *self.index.outputs.values()}
+        asked = [p for p in self.pages.values() if {*every, p.name, *p.outputs.values()} & names]
+        pages = [page.name for page in asked if not page.is_current(root)]
+        if every & names and not self.index.is_current(root):
+            pages.append(INDEX)
         if absent := [*sorted(self.wanted(root, targets, absent=True)), *(f"reports/{name}.html" for name in pages)]:
             raise FarstateError(
                 f"{absent[0]}{f' and {len(absent) - 1} more' if len(absent) > 1 else ''}: asked for, not made, and no job failed; "
@@ -713,7 +814,7 @@ class Plan:
                     want(upstream)
 
         def want_page(page: Page) -> None:
-            if not absent or page.carried(root) != page.wanted():
+            if not absent or not page.is_current(root):
                 for stage in page.shown:
                     want(stage)
 
@@ -722,7 +823,7 @@ class Plan:
             if name in PHASE_TARGETS:
                 for stage in self.of(phase=PHASE_TARGETS[name]):
                     want(stage)
-            elif name in ("all", "reports"):
+            elif name in ("all", "reports", INDEX, *self.index.outputs.values()):
                 for page in self.pages.values():
                     want_page(page)
             elif name in self.pages:

@@ -67,12 +67,14 @@ def write_provenance(
     started: float,
     run: dict[str, Any] | None = None,
     operations: dict[str, Any] | None = None,
+    joules: float | None = None,
 ) -> None:
     """Write the sidecar of a finished stage.
 
     Args:
         run: what the stage measured of itself.
         operations: by recurrence that it computed, the backend that was requested, those it resolved to, and why.
+        joules: that its devices used meanwhile, None where they do not tell.
     """
     device = "cpu"
     torch = sys.modules.get("torch")
@@ -93,6 +95,7 @@ def write_provenance(
             "versions": versions(),
             "run": run or {},
             "operations": operations or {},
+            "energy_joules": joules,
             **commit(),
         },
     )

@@ -49,7 +49,7 @@ def unneeded(root: Path, plans: Iterable[Plan], scratch: Path) -> list[Unneeded]
     pages: set[str] = set()
     for plan in plans:
         wanted |= plan.stages.keys()
-        pages |= {Path(page.manifest).name for page in plan.pages.values()}
+        pages |= {Path(page.manifest).name for page in plan.drawn}
     found = [
         Unneeded(kind, path, _size(path))
         for kind, paths in {

@@ -18,6 +18,7 @@ from farstate.params import (
     BabilongFigure,
     Copying,
     CopyingFigure,
+    DiagnosisFigure,
     Params,
     Passkey,
     PublishedBabilong,
@@ -25,7 +26,7 @@ from farstate.params import (
     TaskFigure,
     ZeroInit,
 )
-from farstate.runs import BASE, Further, Origin, Run, further_of, origin_of
+from farstate.runs import BASE, Further, Origin, Run, further_of, origin_of, runs_of
 
 FEW_SHOT, ZERO_SHOT, FINE_TUNED, TRAINED = "few_shot", "zero_shot", "fine_tuned", "trained"
 """How a model comes to answer: from solved stories in the prompt, from nothing, after training on the task, having learnt it alone."""
@@ -78,12 +79,19 @@ class Builder(Protocol):
     def posttrained(self, origin: Origin, checkpoint: Stage, further: Further) -> Stage: ...
 
 
-def task_runs(params: Params, figure: TaskFigure) -> list[TaskRun]:
+Asking = TaskFigure | DiagnosisFigure
+"""The figures that ask models."""
+
+
+def task_runs(params: Params, figure: Asking) -> list[TaskRun]:
     """The models that a figure asks, each once, in the order of the parameters."""
     return list(dict.fromkeys(run for model in figure.models for run in _runs(params, figure, model)))
 
 
-def _runs(params: Params, figure: TaskFigure, model: str) -> Iterator[TaskRun]:
+def _runs(params: Params, figure: Asking, model: str) -> Iterator[TaskRun]:
+    if isinstance(figure, DiagnosisFigure):  # as they are
+        yield from (TaskRun(run, run.arm, ZERO_SHOT) for run in runs_of(params, figure)[0] if run.origin.model == model)
+        return
     origin = origin_of(params, model, context=figure.context)
     seeds = getattr(figure, "seeds", None) or params.posttrain.seeds
     if isinstance(figure, BabilongFigure):
@@ -121,7 +129,7 @@ class TaskStages:
         comparison: the stage whose tables the page shows.
     """
 
-    def __init__(self, builder: Builder, name: str, figure: TaskFigure) -> None:
+    def __init__(self, builder: Builder, name: str, figure: Asking) -> None:
         self._builder = builder
         self._params = builder.params
         self._figure = figure

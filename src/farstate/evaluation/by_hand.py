@@ -127,7 +127,7 @@ def measure(
     given = _validated(kind, {"length": DEFAULT_LENGTH, **options} if rule == "perplexity" else dict(options))
     path = locate(checkpoint)
     detect_format(path)  # before the texts are read
-    about = _manifest_beside(path)
+    about = manifest_beside(path)
     training, reference = (None, "") if rule != "shift" else _reference(arm_record, about, path)
     asked: dict[str, Any] = {
         kind.key: given.model_dump(mode="json"),
@@ -236,7 +236,7 @@ def _in_options(message: str, kind: Measure) -> str:
     return message.replace("raise its share (corpus.split) or add documents", "choose another --split or give more text")
 
 
-def _manifest_beside(checkpoint: Path) -> dict[str, Any]:
+def manifest_beside(checkpoint: Path) -> dict[str, Any]:
     """What the result of a training says about itself; empty for other checkpoints."""
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     if not (folder / MANIFEST).is_file():

@@ -204,7 +204,7 @@ def compare(
     output.mkdir(parents=True, exist_ok=True)
     (output / MANIFEST).unlink(missing_ok=True)
     absent = {(pair["model"], pair["arm"]) for pair in figure.get("absent", ())}
-    runs, texts = _load(evaluations, list(figure["models"]), list(figure["arms"]), absent)
+    runs, texts = load_runs(evaluations, list(figure["models"]), list(figure["arms"]), absent)
     budgets = {(t["model"], t["arm"], t["seed"]): _training(Path(t["directory"])) for t in trainings}
 
     curves: list[pl.DataFrame] = []
@@ -268,7 +268,7 @@ class _Model:
     ) -> None:
         self.controls = controls
         self.name, self.texts, self.resamples, self.settings, self.budgets = name, texts, resamples, settings, budgets
-        self.runs = {(arm, seed): run for arm, group in runs.items() for seed, run in _with_mean(group)}
+        self.runs = {(arm, seed): run for arm, group in runs.items() for seed, run in with_mean(group)}
         self.seeds = {arm: [run.seed for run in group] for arm, group in runs.items()}
         self.base = self.runs[BASE, None]
 
@@ -501,7 +501,7 @@ def _differences(readers: Mapping[str, _Model], pair: Mapping[str, str]) -> Iter
             yield {key: _null(value) for key, value in row.items()}
 
 
-def _with_mean(group: list[Run]) -> Iterator[tuple[int | None, Run]]:
+def with_mean(group: list[Run]) -> Iterator[tuple[int | None, Run]]:
     """The mean over seeds (of the NLL) under the seed None, then each seed's run."""
     first = group[0]
     breaks = [run.broken_at for run in group if run.broken_at is not None]
@@ -521,7 +521,7 @@ def _with_mean(group: list[Run]) -> Iterator[tuple[int | None, Run]]:
             yield run.seed, run
 
 
-def _load(
+def load_runs(
     evaluations: Sequence[Path], models: list[str], arms: list[str], absent: Collection[tuple[str, str]]
 ) -> tuple[dict[tuple[str, str], list[Run]], dict[str, Texts]]:
     """Read and check the evaluations: complete, not twice, on the same texts and, within a model, in the same bins."""

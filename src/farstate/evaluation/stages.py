@@ -132,6 +132,13 @@ def compare_stage(stage: Stage) -> None:
     )
 
 
+def compare_reach_stage(stage: Stage) -> None:
+    """Say how far the arms of the figure that the record names hold."""
+    from farstate.evaluation.reach import reach
+
+    reach(**_comparison(stage))
+
+
 def states_stage(stage: Stage) -> None:
     """Measure the states of the model that the record names."""
     from farstate.evaluation.states import states

@@ -27,6 +27,7 @@ from farstate.models.language_model import LanguageModel
 from farstate.params import arm_from_json, as_written
 from farstate.state import LayerState, State
 from farstate.training import initial_states
+from farstate.training.interventions import NO_AGE
 
 NO_CHAIN = -1
 _CHAINS = 201
@@ -248,14 +249,15 @@ class Replay:
     def _chains(self, step: int, part: int, row: Integers, age: Integers) -> Integers:
         """Of arms whose rows go on from text to text; TBTT's may stay within a stretch, the others' states are new."""
         arm = self.training.arm
-        across = isinstance(arm, params.StatePassing) or (isinstance(arm, params.Tbtt) and arm.at_document_end == "keep")
-        if not across:
+        made = params.ZeroInit | params.RandomNoise | params.FittedNoise | params.Gaussian | params.Permuted
+        # Of an intervention that is not the project's own the ages tell.
+        if isinstance(arm, made) or (isinstance(arm, params.Tbtt) and arm.at_document_end == "reset"):
             return np.full(row.size, NO_CHAIN)
         place, time = part * row.size + row, np.full(row.size, step)
         if isinstance(arm, params.StatePassing) and arm.previous == "micro_batch":
             place, time = row, time * self.micro_batches + part
         begin = time - age // self.context
-        return begin * self.rows + place
+        return np.where(age == NO_AGE, NO_CHAIN, begin * self.rows + place)
 
 
 def choose(met: Met, count: int, folds: Mapping[int, int], chain_folds: int, quota: Mapping[int, int] | None, seed: int) -> Met:

@@ -255,9 +255,9 @@ def _states(stage: Stage, rows: int, devices: int) -> float:
     initial = (stage.params.get("arm") or {}).get("initial_state", "zero")
     if initial == "zero":
         return rows
-    if initial in ("state_passing", "tbtt"):
-        return 2 * rows + math.ceil(_recipe(stage)["batch_tokens"] / stage.params["context"] / devices)
-    return 2 * rows
+    if initial in ("random_noise", "fitted_noise", "gaussian", "permuted"):
+        return 2 * rows
+    return 2 * rows + math.ceil(_recipe(stage)["batch_tokens"] / stage.params["context"] / devices)
 
 
 def division_of(stage: Stage) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from importlib import resources
 
 @dataclass(frozen=True)
 class PaperPoint:
-    """One digitised value: `value` ± `tolerance` (reading), or at least `value` when `lower_bound`.
+    """One digitised value: `value` ± `tolerance` (reading), or at least `value` when `lower_bound` (without a tolerance then: 0).
 
     `position`: tokens read, of a task the tokens of its prompt (copying: letters of the string). `depth`: where in the text a passkey
     stands, 0 to 1; None elsewhere. In `table1_copy` the tolerance is the paper's own ±, of which it does not say what it means.
@@ -36,19 +36,34 @@ class PaperPoint:
 
 def paper_points(figure: str, model: str) -> list[PaperPoint]:
     """The points of one of the paper's figures for one of its models, in the file's order; empty when it has none."""
+    return [point for name, point in _points(figure) if name == model]
+
+
+def paper_curves(figure: str) -> dict[tuple[str, str], list[PaperPoint]]:
+    """All points of one of the paper's figures, by model and method, in the file's order."""
+    found: dict[tuple[str, str], list[PaperPoint]] = {}
+    for model, point in _points(figure):
+        found.setdefault((model, point.method), []).append(point)
+    return found
+
+
+def _points(figure: str) -> list[tuple[str, PaperPoint]]:
     text = resources.files(__name__).joinpath("paper_curves.csv").read_text(encoding="utf-8")
     return [
-        PaperPoint(
-            method=row["method"],
-            position=float(row["x"]),
-            value=float(row["value"]),
-            tolerance=float(row["tol"]),
-            lower_bound=row["bound"] == "lower",
-            note=row["note"] or "",
-            depth=float(row["depth"]) if row["depth"] else None,
+        (
+            row["model"],
+            PaperPoint(
+                method=row["method"],
+                position=float(row["x"]),
+                value=float(row["value"]),
+                tolerance=float(row["tol"] or 0),
+                lower_bound=row["bound"] == "lower",
+                note=row["note"] or "",
+                depth=float(row["depth"]) if row["depth"] else None,
+            ),
         )
         for row in csv.DictReader(text.splitlines())
-        if row["figure"] == figure and row["model"] == model
+        if row["figure"] == figure
     ]
 
 

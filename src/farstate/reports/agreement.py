@@ -8,6 +8,7 @@ model is mapped to one of the paper's, at the paper's scale, the digitised value
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ MOST = 0.5
 """A repair takes most of a failure away when the whole interval of the share removed lies above this."""
 _NEAR = 1.25
 """A measured position stands for the paper's when their ratio is at most this."""
+_SIZE = re.compile(r" \([\d.,]+[KMB]?\)")
 PASSING, NOISE, FITTED = "state_passing", "random_noise", "fitted_noise"
 
 PHRASES: dict[str, tuple[str, str, str]] = {
@@ -162,7 +164,8 @@ def judge(claims: Sequence[Claim], compared: Sequence[Compared] = (), scale: str
         for topic in dict.fromkeys(claim.topic for claim in claims):
             mine = [claim for claim in claims if (claim.topic, claim.holds) == (topic, holds)]
             if mine:
-                numbers = "; ".join(f"{claim.who}: {claim.numbers}" for claim in mine)
+                # Sizes stand beside every chart; a sentence about several models has no room for them.
+                numbers = "; ".join(f"{_SIZE.sub('', claim.who)}: {claim.numbers}" for claim in mine)
                 parts.append(f"{PHRASES[topic][{True: 0, False: 1, None: 2}[holds]]} ({numbers})")
         if parts:
             said.append(lead + listing(parts))
@@ -238,7 +241,14 @@ def of_perplexity(label: str, rows: Sequence[Row], *, noise: bool = False) -> li
     if base is None:
         return []
     fails = True if base["verdict"] == "FAIL" and base["fails_beyond"] is True else False if base["verdict"] == "PASS" else None
-    claims = [Claim("fails", fails, label, f"far excess {_nats(base, 'excess_nll')}, {base['verdict']}")]
+    claims = [
+        Claim(
+            "fails",
+            fails,
+            label,
+            f"far excess {_nats(base, 'excess_nll')}{', UNDECIDED' if base['verdict'] == 'UNDECIDED' else ''}",
+        )
+    ]
     passing = by_arm.get(PASSING)
     if not fails or passing is None:
         return claims
@@ -327,7 +337,7 @@ def of_remembrance(label: str, arms: Sequence[remembrance_text.Arm], *, all_dist
     claims = []
     for name in (name for name in names if name in against):
         sign = direction(against[name], "value")
-        who = f"{label}, {name.replace('_', ' ')}" if all_distances else label
+        who = f"{label}, {remembrance_text.NAMES.get(name, name)}" if all_distances else label
         claims.append(
             Claim("far memory", None if not sign else sign < 0, who, remembrance_text.estimate(against[name], signed=True))
         )

@@ -48,8 +48,8 @@ def draw(
         cases = [_way(scores, card, model, way, names, styles, panels) for way in ways]
         sections.append(
             {
-                "claims": [claim for case in cases for claim in case["claims"]],
                 **{"name": model, "card": card.models[model], "cases": cases, "broken": tasks.broken(scores, model, styles)},
+                "claims": [claim for case in cases for claim in case["claims"]],
                 "paper": any(row["kind"] == "paper" for case in cases for panel in case["panels"] for row in panel.rows),
             }
         )

@@ -50,19 +50,22 @@ class Context(_Strict):
     """What the tables do not know."""
 
     models: dict[str, ModelCard]
-    scale: Literal["demo", "paper", "test"]
+    scale: Literal["demo", "paper", "test", "own"]
     budget: str = Field("", description="of post-training; empty: there is none")
     parameters: list[Parameter] = []
     provenance: dict[str, str | int | float | bool | list[int] | list[str] | None] = {}
     note: str = ""
     figure: dict[str, Any] = Field({}, description="the figure's own parameters")
     tasks: dict[str, Any] = Field({}, description="on a page of a long-context task, the task's parameters")
+    posttrain: dict[str, Any] = Field(
+        {}, description="steps and recipe of the post-training of the page's first model, if there is any"
+    )
     series: list[Series] = []
     sizes: dict[str, dict[str, int]] = Field({}, description="parameter counts by the tables' name of a model")
 
     def titled(self, title: str) -> str:
         """A title that says the scale where it is not the paper's."""
-        return title if self.scale == "paper" else f"{title} ({self.scale})"
+        return title if self.scale in ("paper", "own") else f"{title} ({self.scale})"
 
 
 def read_context(context: dict[str, Any]) -> Context:

@@ -41,6 +41,8 @@ from farstate.reports.theme import ArmStyle, arm_styles
 AGE_COLUMNS = ("model", "arm", "seed", "age", "share")
 AGE_FIELDS = ("age", "share")
 METRICS_DRAWN = tuple(metric.name for metric in METRICS)
+SECTIONS = {"remembrance": "remembrance", "states": "states", "task": "passkey"}
+"""By role of the inputs, the module whose `section` draws it below the curves."""
 RESETS = {"ppl": "ppl_reset", "excess_nll_base": "reset_excess"}
 """By metric, the base model's line with its state reset: its own windows are the base's, so its excess is one over those."""
 
@@ -54,8 +56,9 @@ def draw(
 ) -> None:
     """Draw the tables of a comparison (`page.Draw`).
 
-    Inputs: under "comparison" one directory with curves, references, verdicts and ages (`.parquet`); under "remembrance", if at all, those of
-    the section that `farstate.reports.remembrance.section(about, directories, card, styles)` returns as a `page.Section`.
+    Inputs: under "comparison" one directory with curves, references, verdicts and ages (`.parquet`); under the roles of SECTIONS, if at all,
+    those of the `page.Section` that the module's `section(about, directories, card, styles)` returns; under "reach", if at all, those of
+    `farstate.reports.diagnosis.lead`.
 
     Raises:
         FarstateError: as `page.Draw`; a perplexity is not positive.
@@ -80,13 +83,17 @@ def draw(
     length = last_position(drawn, verdicts)
     panels = [_panel(about, drawn, resets, card, model, metric, styles, length) for model in models for metric in METRICS]
     further: list[Section] = []
-    if inputs.get("remembrance"):
-        remembrance = importlib.import_module("farstate.reports.remembrance")  # only where a page has it
-        further.append(remembrance.section(about, inputs["remembrance"], card, styles))
+    for role, module in SECTIONS.items():
+        if inputs.get(role):  # a module is loaded only where a page has its section
+            further.append(importlib.import_module(f"farstate.reports.{module}").section(about, inputs[role], card, styles))
+    lead: Section | None = None
+    if inputs.get("reach"):
+        labels = {model: card.models[model].label for model in models}
+        lead = importlib.import_module("farstate.reports.diagnosis").lead(inputs, labels, card.figure, card.posttrain)
 
     specification = charts.sheet(panels, [*styles, RESET_STYLE], card.titled(about.title), _subtitle(card, models, verdicts))
     specification["vconcat"] += [row for section in further for row in section.sheet]
-    html = _page(about, card, models, panels, styles, drawn, verdicts, ages, output, keys, further)
+    html = _page(about, card, models, panels, styles, drawn, verdicts, ages, output, keys, further, lead)
     page.write(output, html, specification, drawn, "lower evaluate.bins_per_octave or the number of seeds")
 
 
@@ -185,6 +192,7 @@ def _page(
     output: Mapping[str, Path],
     keys: Mapping[str, Any],
     further: Sequence[Section],
+    lead: Section | None,
 ) -> str:
     ranges = charts.extents(panels)
     names = {style.name: style.label for style in styles}
@@ -243,41 +251,24 @@ def _page(
     drawings += [chart for section in further for chart in section.charts]
     for section in further:
         ranges |= section.extents
-    noisy = "random_noise" in about.methods.values()
-    of_model = {section["card"].label: section["verdicts"] for section in sections}
-    of_paper = [name for name in models if card.models[name].architecture in about.architectures] or models
-    labels = [card.models[name].label for name in of_paper]
-    claims = [claim for label in labels for claim in agreement.of_perplexity(label, of_model[label], noise=noisy)]
-    claims += [claim for section in further for claim in section.claims]
-    compared = [
-        one
-        for panel in panels
-        if panel.metric.name == "ppl"
-        for one in agreement.compare(f"PPL of {panel.title}", panel.rows, "position", agreement.BETWEEN_FIGURES)
-    ]
-    compared += [one for section in further for one in section.compared]
     arms_seen = {row["arm"] for section in sections for row in section["verdicts"]} | set(names)
     return page.render(
         "curves.html.j2",
-        record=agreement.record(
-            about,
-            card,
-            keys,
-            agreement.judge(claims, compared, card.scale),
-            [*(section["headline"] for section in sections), *(lead for section in further for lead in section.leads)],
-            compared=compared,
-            verdicts=[row for rows in of_model.values() for row in rows],
-            said=[(section["card"].label, section["findings"]) for section in sections],
-        ),
+        record=_record(about, card, keys, dict(zip(models, sections, strict=True)), panels, further, lead),
         title=card.titled(about.title),
         about=about,
         beyond_paper=text.listing(
-            [card.models[name].label for name in models if card.models[name].architecture not in about.architectures]
+            [
+                card.models[name].label
+                for name in models
+                if about.architectures and card.models[name].architecture not in about.architectures
+            ]
         ),
         card=card,
         keys=json.dumps(dict(keys), sort_keys=True, ensure_ascii=False),
         sections=sections,
         further=[section.html for section in further],
+        lead=lead.html if lead is not None else "",
         certainties=certainties,
         comparisons=comparisons,
         names=names | {"base": "base"},
@@ -289,6 +280,45 @@ def _page(
         has_paper=any(row["kind"] == "paper" for panel in panels for row in panel.rows),
         has_control="control" in arms_seen,
         rows=drawn.height,
+    )
+
+
+def _record(
+    about: About,
+    card: Context,
+    keys: Mapping[str, Any],
+    sections: Mapping[str, Mapping[str, Any]],
+    panels: Sequence[Panel],
+    further: Sequence[Section],
+    lead: Section | None,
+) -> dict[str, Any]:
+    """What the page says, for machines; `sections`: by model what the template is given."""
+    leads = [*(section["headline"] for section in sections.values()), *(lead for section in further for lead in section.leads)]
+    compared = [
+        one
+        for panel in panels
+        if panel.metric.name == "ppl"
+        for one in agreement.compare(f"PPL of {panel.title}", panel.rows, "position", agreement.BETWEEN_FIGURES)
+    ]
+    compared += [one for section in further for one in section.compared]
+    of_paper = [name for name in sections if card.models[name].architecture in about.architectures] or list(sections)
+    claims = [
+        claim
+        for name in of_paper
+        for claim in agreement.of_perplexity(
+            card.models[name].label, sections[name]["verdicts"], noise="random_noise" in about.methods.values()
+        )
+    ]
+    claims += [claim for section in further for claim in section.claims]
+    return agreement.record(
+        about,
+        card,
+        keys,
+        agreement.judge(claims, compared, card.scale) if about.source else agreement.ours(leads if lead is None else lead.leads),
+        leads,
+        compared=compared,
+        verdicts=[row for section in sections.values() for row in section["verdicts"]],
+        said=[(section["card"].label, section["findings"]) for section in sections.values()],
     )
 
 

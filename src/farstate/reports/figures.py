@@ -254,4 +254,20 @@ FIGURES: dict[str, About] = {
         draws="families",
         family="cost",
     ),
+    "diagnosis": About(
+        title="Does this model work beyond its training length?",
+        question=(
+            "Read far beyond the length it was trained on: does the model keep predicting, to where, which of its heads leave their range, "
+            "and what does it still use of what it has read?"
+        ),
+        roles=("comparison", "reach"),
+    ),
+    "repair": About(
+        title="Is this model repaired?",
+        question=(
+            "The model before and after further training from other initial states, and after the same steps from the zero state: does it "
+            "work beyond its training length now, and what did that cost within it?"
+        ),
+        roles=("comparison", "reach"),
+    ),
 }

@@ -12,8 +12,9 @@ from typing import Any
 from farstate.reference import PaperPoint, paper_points
 from farstate.reports import agreement, charts, page, task_charts, task_text, tasks, text
 from farstate.reports.charts import Row
-from farstate.reports.context import read_context
+from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
+from farstate.reports.page import Section
 from farstate.reports.task_charts import Map
 from farstate.reports.tasks import Scores
 from farstate.reports.theme import ArmStyle, Spec
@@ -83,8 +84,8 @@ def draw(
             ways.append({"maps": maps, "figures": figures})
         sections.append(
             {
-                "claims": agreement.of_keys(case),
                 **{"name": model, "card": card.models[model], "ways": ways, "broken": tasks.broken(scores, model, styles)},
+                "claims": agreement.of_keys(case),
                 **{"headline": task_text.passkey_headline(case), "findings": task_text.passkey_findings(case)},
                 **{
                     "paper": any("paper" in way["figures"] for way in ways),
@@ -129,6 +130,53 @@ def draw(
         "Share of keys told right, by length of the prompt and depth of the key; dark 0, bright 1.",
     ]
     page.write(output, html, charts.stacked(sheet, card.titled(about.title), lines), drawn, "show fewer models")
+
+
+def section(about: About, directories: Sequence[Path], card: Context, styles: Sequence[ArmStyle]) -> Section:
+    """The part of a page of perplexity that says whether a number is found again by models that were not trained to.
+
+    Args:
+        about: what the page asks.
+        directories: one, with `scores.parquet`.
+        card: what the page says of its models.
+        styles: of the page's arms.
+
+    Raises:
+        FarstateError: as `tasks.read`.
+    """
+    scores = tasks.read(directories, card, tuple(SCORES))
+    drawings: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    for number, model in enumerate(tasks.models(scores, card)):
+        label = card.models[model].label
+        case = _case(scores, model, label, styles)
+        places = case.places("exact")
+        lengths = sorted({length for length, _ in places})
+        depths = sorted({depth for _, depth in places if depth is not None})
+        figures = []
+        for style in styles:
+            cells = Map(style.label, lengths, depths, case.train_length, _cells(case, style, "exact"))
+            if not cells.rows:
+                continue
+            name = f"passkey-{style.name}-{number}"
+            drawings.append(
+                {
+                    **{"id": name, "metric": "", "model": model, "near": 1, "spec": task_charts.screen_map(cells)},
+                    "curves": charts.columns(cells.rows, FIELDS),
+                }
+            )
+            told = _described(cells, label, SCORES["exact"])
+            figures.append({"id": name, "title": cells.title, "text": told, "broken": []})
+        words = {
+            "said": task_text.passkey_zero_shot(case),
+            "counts": _counts(case),
+            "broken": tasks.broken(scores, model, styles),
+        }
+        parts.append({"name": model, "label": label, "figures": figures, "tables": _tables(case), **words})
+    return Section(
+        html=page.fragment("passkey_section.html.j2", sections=parts, interval=scores.interval),
+        charts=drawings,
+    )
 
 
 def _case(scores: Scores, model: str, label: str, styles: Sequence[ArmStyle]) -> task_text.Case:

@@ -172,7 +172,7 @@ def _shape(arms: Sequence[Arm]) -> str:
     return f"{told}. Of the distance with x_T alone is there with {left:,} tokens left: {'; '.join(numbers)}."
 
 
-_NAMES = {
+NAMES = {
     "total_variation": "total variation",
     "jensen_shannon": "Jensen–Shannon divergence",
     "jensen_shannon_distance": "Jensen–Shannon distance",
@@ -184,7 +184,7 @@ def _distances(arms: Sequence[Arm]) -> str:
     """Whether the distances agree: on the direction of each arm's difference, and on the order of the arms."""
     sentences = []
     for arm in arms[1:]:
-        signs = {name: _sign(arm.far.get((name, "base"))) for name in _NAMES}
+        signs = {name: _sign(arm.far.get((name, "base"))) for name in NAMES}
         if len(set(signs.values())) == 1:
             sign = next(iter(signs.values()))
             words = (
@@ -195,12 +195,12 @@ def _distances(arms: Sequence[Arm]) -> str:
             groups: dict[str, list[str]] = {}
             for name, sign in signs.items():
                 groups.setdefault(f"{_WORDS[sign]} than the base" if sign else "no difference established", []).append(
-                    _NAMES[name]
+                    NAMES[name]
                 )
             told = "; ".join(f"{listing(names)}: {words}" for words, names in groups.items())
             sentences.append(f"{_capital(arm.label)}: they disagree ({told}).")
     orders = set()
-    for name in _NAMES:
+    for name in NAMES:
         rows = [(arm.far.get((name, "")), arm.label) for arm in arms]
         known = [(row["value"], label) for row, label in rows if row is not None and finite(row["value"])]
         orders.add(tuple(label for _, label in sorted(known)))

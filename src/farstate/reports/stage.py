@@ -49,7 +49,7 @@ _PAPER_TASKS: dict[str, dict[str, tuple[Any, str]]] = {
 }
 """By task and key what the paper has, and how it is said."""
 _PAPER_PASSKEY_STEPS = 1000
-_ELSEWHERE = ("figure.models", "figure.arms")
+_ELSEWHERE = ("figure.models", "figure.arms", "figure.given", "figure.rate")
 """What a page shows at length elsewhere."""
 
 
@@ -122,9 +122,15 @@ def _context(about: About, report: dict[str, Any], manifests: Mapping[str, Seque
         "note": report["note"],
         "figure": report.get("figure", {}),
         "tasks": _task(about, report),
+        "posttrain": _posttrain(report),
         "series": report.get("series", []),
         "sizes": sizes,
     }
+
+
+def _posttrain(report: dict[str, Any]) -> dict[str, Any]:
+    model = report["models"][report["order"][0]]
+    return {**model["posttrain"], "steps": model["steps"]} if model["posttrain"] and model["steps"] else {}
 
 
 def _pretraining_seeds(about: About, report: dict[str, Any]) -> dict[str, Any]:
@@ -313,7 +319,7 @@ def _differs(about: About, report: dict[str, Any], key: str, value: Any, model: 
 
 def _task_differs(report: dict[str, Any], task: str, key: str, value: Any) -> str:
     """What the paper has instead of a task's parameter, or nothing; more lengths than its own are no difference."""
-    training = report["tasks"][task]["training"]
+    training = report["tasks"][task].get("training", {})  # none, where models are asked as they are
     if (task, key) == ("passkey", "training.examples") and training["packing"] == "one_per_row":
         steps = {value * model["context"] // training["recipe"]["batch_tokens"] for model in report["models"].values()}
         return (

@@ -22,7 +22,7 @@ from farstate.reports import agreement, charts, page, state_charts, state_text, 
 from farstate.reports.charts import Metric, Panel, Row
 from farstate.reports.context import Context, read_context
 from farstate.reports.figures import About
-from farstate.reports.page import OUTPUTS
+from farstate.reports.page import OUTPUTS, Section
 from farstate.reports.panels import CURVE_FIELDS, add_drawing, arm_rows, broken, chart_row, data_table, described
 from farstate.reports.tables import read_table, rounded
 from farstate.reports.text import Finding
@@ -40,8 +40,8 @@ HEAD_COLUMNS = (
 RECURRENT = "recurrent"
 PAPER_MODEL = "mamba2 (size not stated)"
 """The model of the digitised values, as their file names it."""
-_LAYERS, _HEADS, _RANKED, _LISTED = 12, 6, 24, 64
-"""At most so many: panels of layers, panels of heads, heads in the ranking, heads in the table."""
+_LAYERS, _HEADS, _RANKED, _LISTED, _BESIDE = 12, 6, 24, 64, 4
+"""At most so many: panels of layers, panels of heads, heads in the ranking, heads in the table, panels of heads in a section."""
 _LEAST = 1e-9
 """Span of an axis on which everything is zero."""
 
@@ -72,18 +72,8 @@ def draw(
     page.check_outputs(output)
     (directory,) = inputs["states"]
     card = read_context(context)
-    curves = read_table(directory, "states", CURVE_COLUMNS).sort(
-        "model", "arm", "seed", "layer", "head", "part", "statistic", "position", nulls_last=False
-    )
-    heads = read_table(directory, "heads", HEAD_COLUMNS, may_be_empty=True)
-    manifest = read_manifest(directory)
-    if "summary" not in manifest:
-        raise FarstateError(
-            f"{directory}: its manifest has no summary; it was written by another version, delete it and run again"
-        )
-    models = [name for name in card.models if name in set(curves["model"])]
-    if unknown := sorted(set(curves["model"]) - set(models)):
-        raise FarstateError(f"{directory / 'states.parquet'} holds {', '.join(unknown)}, of which the context says nothing")
+    curves, heads, manifest = _tables(directory)
+    models = _models(curves, card, directory)
     styles = arm_styles(curves["arm"].unique())
     asked = card.figure.get("heads")
     if about.family == "heads":
@@ -98,6 +88,86 @@ def draw(
     if about.family == "heads":
         drawn = polars.concat([drawn, heads], how="diagonal")
     page.write(output, html, specification, drawn, "lower states.bins_per_octave or the number of seeds")
+
+
+def section(about: About, directories: Sequence[Path], card: Context, styles: Sequence[ArmStyle]) -> Section:
+    """The part of a page of perplexity that says whether states drift, and which heads do.
+
+    Args:
+        about: what the page asks.
+        directories: one, with states and heads (`.parquet`) of a comparison, and a summary in its manifest.
+        card: what the page says of its models.
+        styles: of the page's arms.
+
+    Raises:
+        FarstateError: as `draw`.
+    """
+    (directory,) = directories
+    curves, heads, manifest = _tables(directory)
+    models = _models(curves, card, directory)
+    names = {style.name: style.label for style in styles}
+    drawings: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    reader = _Reader(about, card, curves, styles, [])
+    drawn = {
+        model: [
+            *(one for one in reader.whole(model) if one.place in ("large", "beside")),
+            *(one for one in reader.heads(model, _heads_shown(heads, model, None)[:_BESIDE]) if one.place == "heads"),
+        ]
+        for model in models
+    }
+    ranges = charts.extents(one.panel for model in models for one in drawn[model])
+    for number, model in enumerate(models):
+        label = card.models[model].label
+        summary = _summary(manifest, model)
+        figures = _charted(model, drawn[model], number, ranges, styles, drawings)
+        rows = _head_rows(heads, model, styles)
+        whole, findings = state_text.whole(label, summary, names)
+        of_heads, further = state_text.heads(label, summary, _overall(heads, model).to_dicts(), names)
+        parts.append(
+            {
+                **{"name": model, "card": card.models[model], "figures": figures, "maps": [], "ranking": None, "ranked": 0},
+                **_head_drawings(number, model, rows, styles, drawings, card.models[model]),
+                **{"headlines": [whole, of_heads], "findings": [*findings, *further], "heads": _head_table(rows, styles)},
+                "tables": [data_table(one.panel, styles, state_text.number, one.panel.metric.axis) for one in drawn[model]],
+            }
+        )
+    lines = [line for model in models for line in state_text.lines(_summary(manifest, model), names)]
+    return Section(
+        html=page.fragment(
+            "states_section.html.j2",
+            sections=parts,
+            legend=styles,
+            interval=manifest["interval"],
+            interval_of_heads=manifest["interval_of_heads"],
+            certainty=state_text.certainty(manifest, lines),
+        ),
+        charts=drawings,
+        extents=ranges,
+        leads=[line for part in parts for line in part["headlines"]],
+    )
+
+
+def _tables(directory: Path) -> tuple[polars.DataFrame, polars.DataFrame, dict[str, Any]]:
+    """The tables of a comparison of states, and its manifest."""
+    curves = read_table(directory, "states", CURVE_COLUMNS).sort(
+        "model", "arm", "seed", "layer", "head", "part", "statistic", "position", nulls_last=False
+    )
+    heads = read_table(directory, "heads", HEAD_COLUMNS, may_be_empty=True)
+    manifest = read_manifest(directory)
+    if "summary" not in manifest:
+        raise FarstateError(
+            f"{directory}: its manifest has no summary; it was written by another version, delete it and run again"
+        )
+    return curves, heads, manifest
+
+
+def _models(curves: polars.DataFrame, card: Context, directory: Path) -> list[str]:
+    """In the order of the page."""
+    models = [name for name in card.models if name in set(curves["model"])]
+    if unknown := sorted(set(curves["model"]) - set(models)):
+        raise FarstateError(f"{directory / 'states.parquet'} holds {', '.join(unknown)}, of which the context says nothing")
+    return models
 
 
 class _Reader:
@@ -348,25 +418,7 @@ def _page(
     drawings: list[dict[str, Any]] = []
     sections: list[dict[str, Any]] = []
     for number, model in enumerate(models):
-        figures = []
-        for one in of_model[model]:
-            panel = one.panel
-            spec = charts.screen_panel(panel, styles, charts.joined(ranges.get(panel.metric.name, {}), "near"))
-            figure = add_drawing(
-                drawings,
-                f"{panel.metric.name}-{number}",
-                panel.metric.name,
-                model,
-                spec,
-                charts.columns(panel.rows, CURVE_FIELDS),
-            )
-            figure |= {
-                "place": one.place,
-                "title": panel.metric.title,
-                "text": described(panel, names, state_text.number),
-                "broken": broken(panel),
-            }
-            figures.append(figure)
+        figures = _charted(model, of_model[model], number, ranges, styles, drawings)
         summary = _summary(manifest, model)
         rows = _head_rows(heads, model, styles)
         section: dict[str, Any] = {
@@ -433,6 +485,33 @@ def _page(
         ),
         channels=text.listing([card.models[name].label for name in models if card.models[name].architecture == "mamba1"]),
     )
+
+
+def _charted(
+    model: str,
+    drawn: Sequence[Drawn],
+    number: int,
+    ranges: Mapping[str, Any],
+    styles: Sequence[ArmStyle],
+    drawings: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Add the panels of the model of this number to those that the page's script draws."""
+    names = {style.name: style.label for style in styles}
+    figures = []
+    for one in drawn:
+        panel = one.panel
+        spec = charts.screen_panel(panel, styles, charts.joined(ranges.get(panel.metric.name, {}), "near"))
+        figure = add_drawing(
+            drawings, f"{panel.metric.name}-{number}", panel.metric.name, model, spec, charts.columns(panel.rows, CURVE_FIELDS)
+        )
+        figure |= {
+            "place": one.place,
+            "title": panel.metric.title,
+            "text": described(panel, names, state_text.number),
+            "broken": broken(panel),
+        }
+        figures.append(figure)
+    return figures
 
 
 def _summary(manifest: Mapping[str, Any], model: str) -> dict[str, Row]:

@@ -372,6 +372,31 @@ def passkey_findings(case: Case) -> list[Finding]:
     return found
 
 
+def passkey_zero_shot(case: Case) -> list[str]:
+    """Sentences about models that were asked as they are; one that answers at no length is said to tell nothing."""
+    certain = {arm: [place for place in case.places("exact") if case.above_chance(arm, "exact", place)] for arm in case.arms}
+    if not any(certain.values()):
+        who = case.label if len(case.arms) == 1 else "none of the models"
+        told = _range(case, next(iter(case.arms)), case.places("exact"))
+        return [
+            f"{case.label} tells {told} of the keys, at no length above chance for certain: it does not take up the question, so this says "
+            "nothing about what its state carries. Small models and models that were never given questions do so."
+            if len(case.arms) == 1
+            else f"{case.label}: {who} tells a key above chance for certain at any length, so this says nothing about what their states carry."
+        ]
+    found = []
+    for arm, label in case.arms.items():
+        reached, count_of = _reach(case, arm), len(certain[arm])
+        whole = f"at every depth above chance to {reached:,} tokens" if reached else "at no length above chance at every depth"
+        inside = _range(case, arm, case.inside("exact")) if case.inside("exact") else "not asked"
+        beyond = _range(case, arm, case.beyond("exact")) if case.beyond("exact") else "not asked"
+        found.append(
+            f"{_capital(label)}: {whole} ({count(count_of)} of {count(len(case.places('exact')))} cells); inside the training length "
+            f"{inside}, beyond it {beyond}."
+        )
+    return found
+
+
 def _range(case: Case, arm: str, places: Sequence[Place], score: str = "exact") -> str:
     """The lowest and highest value at `places`."""
     values = [row["value"] for place in places if (row := case.at(arm, score, place)) is not None and finite(row["value"])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,11 +42,28 @@ def learning_rate(step: int, steps: int, recipe: Recipe) -> float:
     return weight * peak + (1.0 - weight) * final
 
 
-def build_optimizer(model: LanguageModel, recipe: Recipe) -> torch.optim.AdamW:
+def _undecorated(function: Any) -> Any:
+    return getattr(function, "__wrapped__", function)
+
+
+_STEP = _undecorated(torch.optim.AdamW.step)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's own, without the decorators that load torch's compiler for 3 s when the first optimizer is made. Nothing here is compiled."""
+
+    add_param_group = _undecorated(torch.optim.AdamW.add_param_group)
+    zero_grad = _undecorated(torch.optim.AdamW.zero_grad)
+
+    def step(self, closure: Any = None) -> Any:
+        """One step, outside of autograd."""
+        with torch.no_grad():
+            return _STEP(self, closure)
+
+
+def build_optimizer(model: LanguageModel, recipe: Recipe) -> AdamW:
     """AdamW on the model's own groups (no decay on the dynamics, norms and biases), one fused kernel a step."""
-    return torch.optim.AdamW(
-        model.parameter_groups(recipe.weight_decay), lr=recipe.peak_learning_rate, betas=recipe.betas, fused=True
-    )
+    return AdamW(model.parameter_groups(recipe.weight_decay), lr=recipe.peak_learning_rate, betas=recipe.betas, fused=True)
 
 
 def clip_gradients(parameters: Iterable[Tensor], limit: float) -> Tensor:

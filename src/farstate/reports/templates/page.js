@@ -177,6 +177,22 @@
     });
   }
 
+  /**
+   * The cells that catch the pointer near a mark hold its row in `datum.datum`. Vega-Lite 6 writes that for numbers only, so that a
+   * tooltip there says "undefined" for every text (mended in its pull request 9707); where it writes it for all, this changes nothing.
+   */
+  function mended(part) {
+    if (Array.isArray(part)) part.forEach(mended);
+    else if (part && typeof part === "object") {
+      if (part.type === "path" && String(part.name).endsWith("voronoi")) {
+        const { tooltip } = part.encode.update;
+        if (tooltip && tooltip.signal) tooltip.signal = tooltip.signal.replace(/(?<!datum\.)\bdatum\[/g, "datum.datum[");
+      }
+      Object.values(part).forEach(mended);
+    }
+    return part;
+  }
+
   async function embed(chart) {
     const { place } = chart;
     try {
@@ -188,6 +204,7 @@
         downloadFileName: "farstate-" + chart.id,
         tooltip: { theme: "custom", offsetX: 12, offsetY: 12 },
         defaultStyle: true,
+        patch: mended,
       });
       chart.view = result.view;
       const picture = place.querySelector("svg.marks");
