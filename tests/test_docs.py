@@ -166,6 +166,8 @@ def test_every_command_and_every_option_says_what_it_is_for() -> None:
         assert command.help, command_name
         for parameter in command.params:
             assert parameter.help or parameter.hidden, f"{command_name} {parameter.name}"
+            # Help is Markdown: what stands in angle brackets is shown only within a code span.
+            assert "<" not in re.sub("`[^`]*`", "", parameter.help or ""), f"{command_name} {parameter.name}"
 
 
 def test_the_reference_needs_no_torch() -> None:

@@ -750,7 +750,7 @@ OwnContext = Annotated[
 OwnBudget = Annotated[str, typer.Option(help="small: minutes for a small model on a CPU; full: the paper's multiples of T_train")]
 OwnOutput = Annotated[
     Path | None,
-    typer.Option(help="folder of everything; default: own_models/<name>-<digest of what was asked>", show_default=False),
+    typer.Option(help="folder of everything; default: `own_models/<name>-<digest of what was asked>`", show_default=False),
 ]
 OwnCores = Annotated[int | None, typer.Option(help="as Snakemake takes them; default: all", show_default=False)]
 OwnProfile = Annotated[str | None, typer.Option(help="a profile of Snakemake: slurm", show_default=False)]
