@@ -415,7 +415,7 @@ def test_the_page_of_a_finished_run(clone_with_results: Path) -> None:
     assert figure["wall"]["recorded"] == figure["wall"]["results"] > 10
     assert {row["phase"] for row in told["origin"]["phases"]} == {"corpus", "pretrain", "posttrain", "evaluate"}
     assert told["changes"] == {"since": "params.yaml as last committed", "changes": []}
-    (clone / "reports/index.json").unlink()
+    (clone / "reports/index.html").unlink()
     assert planned(clone) == planned(clone, "reports/index.html") == {"index": 1}, "drawn of the finished pages alone"
     assert planned(clone, "reports/fig5.html") == {}
     run(clone, "snakemake", "--config", 'report={"note": "other"}')
