@@ -512,7 +512,7 @@ def test_the_page_on_interventions_adds_one(tmp_path: Path):
     """A copy of the package after the page was followed to the letter."""
     page = (ROOT / "docs" / "adding_an_intervention.md").read_text(encoding="utf-8")
     file, line, listed = re.findall(r"```python no-run\n(.*?)```", page, re.DOTALL)
-    (change,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (change,) = re.findall(r"```yaml no-run\n(.*?)```", page, re.DOTALL)
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "src/farstate/training/scaled.py").write_text(file)
     parameters = tmp_path / "src/farstate/params.py"
