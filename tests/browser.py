@@ -36,13 +36,19 @@ TALL = 30_000
 _HELPERS = """
 const wait = (ms) => new Promise((done) => setTimeout(done, ms));
 const root = document.documentElement;
-/* Until nothing on the page has changed for a while. */
-const rest = () => new Promise((done) => {
-  const end = () => { watch.disconnect(); done(); };
-  let timer = setTimeout(end, 200);
-  const watch = new MutationObserver(() => { clearTimeout(timer); timer = setTimeout(end, 150); });
+/* Until nothing on the page has changed while several frames were drawn. */
+async function rest() {
+  let changes = 0;
+  const watch = new MutationObserver(() => { changes += 1; });
   watch.observe(document.body, { subtree: true, childList: true, attributes: true, characterData: true });
-});
+  for (let quiet = 0; quiet < 3; quiet += 1) {
+    const before = changes;
+    for (let frame = 0; frame < 2; frame += 1) await new Promise((done) => requestAnimationFrame(done));
+    await wait(40);
+    if (changes !== before) quiet = -1;
+  }
+  watch.disconnect();
+}
 const unseen = (element) => { const part = element.closest('thead, .unseen, .skip'); return part !== null && part.getBoundingClientRect().width < 2; };
 const seen = (element) => element.checkVisibility({ checkOpacity: true, checkVisibilityCSS: true }) && !unseen(element);
 const texts = (svg) => [...svg.querySelectorAll('text')].filter((t) => t.textContent.trim() && t.getAttribute('opacity') !== '0' && seen(t))
@@ -144,10 +150,14 @@ class Browser:
         if height >= TALL:
             self.drawn()
 
-    def theme(self, *, dark: bool) -> None:
-        """The ground that the reader prefers."""
-        wanted = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.protocol("Emulation.setEmulatedMedia", media="", features=[wanted])
+    def theme(self, *, dark: bool = False, still: bool = False) -> None:
+        """The ground that the reader prefers, and whether nothing is to move."""
+        wanted = {
+            "prefers-color-scheme": "dark" if dark else "light",
+            "prefers-reduced-motion": "reduce" if still else "no-preference",
+        }
+        features = [{"name": name, "value": value} for name, value in wanted.items()]
+        self.protocol("Emulation.setEmulatedMedia", media="", features=features)
 
     def size(self, width: int, height: int = TALL) -> None:
         """The window, in CSS pixels."""

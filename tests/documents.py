@@ -116,7 +116,10 @@ def _wrong_farstate(words: list[str]) -> str | None:
     for name in words[0].split("|"):
         if name not in known:
             return f"farstate has no command '{name}'"
-        options = {option for parameter in known[name].params for option in parameter.opts} | {"--help", "-h"}
+        options = {option for parameter in known[name].params for option in (*parameter.opts, *parameter.secondary_opts)} | {
+            "--help",
+            "-h",
+        }
         for word in words[1:]:
             if (option := word.strip("[]").partition("=")[0]).startswith("-") and len(option) > 1 and option not in options:
                 return f"farstate {name} has no option {option}"

@@ -25,7 +25,7 @@ def kinds(schema: Any) -> list[tuple[str, str]]:
 
 def schemas() -> dict[str, Any]:
     from farstate.corpus import documents, store, tokens
-    from farstate.evaluation import compare, compare_remembrance, compare_states, positions, shift, states
+    from farstate.evaluation import compare, compare_remembrance, compare_states, positions, reach, shift, states
     from farstate.tasks import compare as scores
     from farstate.tasks import examples, measure
     from farstate.training import records
@@ -49,6 +49,7 @@ def schemas() -> dict[str, Any]:
         "verdicts": compare.VERDICT_SCHEMA,
         "differences": compare.DIFFERENCE_SCHEMA,
         "state ages": compare.AGE_SCHEMA,
+        "reach": reach.REACH_SCHEMA,
         "compared remembrance": compare_remembrance.TABLE_SCHEMA,
         "compared states": compare_states.CURVE_SCHEMA,
         "heads": compare_states.HEAD_SCHEMA,

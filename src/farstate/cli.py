@@ -756,7 +756,7 @@ OwnContext = Annotated[
 OwnBudget = Annotated[str, typer.Option(help="small: minutes for a small model on a CPU; full: the paper's multiples of T_train")]
 OwnOutput = Annotated[
     Path | None,
-    typer.Option(help="folder of everything; default: own_models/<name>-<digest of what was asked>", show_default=False),
+    typer.Option(help="folder of everything; default: `own_models/<name>-<digest of what was asked>`", show_default=False),
 ]
 OwnCores = Annotated[int | None, typer.Option(help="as Snakemake takes them; default: all", show_default=False)]
 OwnProfile = Annotated[str | None, typer.Option(help="a profile of Snakemake: slurm", show_default=False)]
@@ -907,7 +907,12 @@ def index(
 @app.command()
 def register(
     params: Annotated[
-        list[Path] | None, typer.Option("--params", help="parameter files whose outside inputs are registered")
+        list[Path] | None,
+        typer.Option(
+            "--params",
+            help="parameters whose outside inputs are registered; files laid over each other are joined by +; default: params.yaml",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Record what local files, hub data sets and checkpoints contain, in `config/sources.lock`."""
@@ -937,7 +942,9 @@ def corpus(
     store: Annotated[
         Path | None, typer.Argument(help="a token store; default: that of the parameters", show_default=False)
     ] = None,
-    params: Annotated[Path, typer.Option(help="the parameters whose store is shown")] = Path("params.yaml"),
+    params: Annotated[
+        Path, typer.Option(help="the parameters whose store is shown; files laid over each other are joined by +")
+    ] = Path("params.yaml"),
     as_json: Annotated[bool, typer.Option("--json", help="as JSON, with each shard's inputs and their checksums")] = False,
 ) -> None:
     """Show what a token store holds, by split, set and source, and what was left out and why."""
@@ -1048,17 +1055,14 @@ def prune(
 ) -> None:
     """Show results that no current parameter needs, with sizes; what `dvc repro` recorded last stays. With --remove, remove them."""
     from farstate import prune
-    from farstate.params import merge, read_yaml, validate
+    from farstate.params import load
     from farstate.plan import Plan
     from farstate.settings import current_settings
     from farstate.sources import read_lock
 
     plans = []
     for given in params or ["params.yaml"]:
-        data: dict[str, Any] = {}
-        for name in given.split("+"):
-            data = merge(data, read_yaml(name))
-        plans.append(Plan(validate(data, given), read_lock()))
+        plans.append(Plan(load(given), read_lock()))
     root, scratch = Path(), Path(current_settings()[0].scratch)
     if remove:
         removed, held = prune.remove(root, plans, scratch)
@@ -1074,32 +1078,42 @@ def prune(
 
 @app.command()
 def check(
-    params: Annotated[Path, typer.Argument(help="the parameter file")] = Path("params.yaml"),
+    params: Annotated[
+        Path, typer.Argument(help="the parameter file; several that are laid over each other are joined by +")
+    ] = Path("params.yaml"),
 ) -> None:
     """Check a parameter file, and say how many trainings and measurements each of its figures asks for."""
     from collections import Counter
 
-    from farstate.params import load
+    from farstate.params import layers, load
     from farstate.plan import KINDS, Plan
     from farstate.sources import read_lock
 
-    if not params.exists():
-        raise FarstateError(
-            f"{params}: no such file; run `farstate check` in the repository's folder, or give the path of a parameter file"
-        )
+    for name in layers(params):
+        if not Path(name).exists():
+            raise FarstateError(
+                f"{name}: no such file; run `farstate check` in the repository's folder, or give the path of a parameter file"
+            )
     plan = Plan(load(params), read_lock())
     counts = Counter(stage.rule for stage in plan.stages.values())
     typer.echo(
-        f"{params}: valid; {', '.join(f'{number} × {rule}' for rule, number in counts.items())}, {len(plan.pages)} page(s)"
+        f"{params}: valid; {', '.join(f'{number} × {rule}' for rule, number in counts.items())}, {len(plan.pages)} page{'s' if len(plan.pages) != 1 else ''}"
     )
     totals = dict.fromkeys(KINDS, 0)
     for name, needed in plan.needs():
-        typer.echo(f"  {name}: " + ", ".join(f"{many} {kind} ({new} of its own)" for kind, (many, new) in needed.items() if many))
+        asks = (f"{_counted(many, kind)} ({new} of its own)" for kind, (many, new) in needed.items() if many)
+        typer.echo(f"  {name}: " + ", ".join(asks))
         for kind, (_, new) in needed.items():
             totals[kind] += new
     typer.echo(
-        "  together: " + ", ".join(f"{many} {kind}" for kind, many in totals.items()) + "; what figures share is computed once"
+        "  together: "
+        + ", ".join(_counted(many, kind) for kind, many in totals.items())
+        + "; what figures share is computed once"
     )
+
+
+def _counted(many: int, kind: str) -> str:
+    return f"{many} {kind if many != 1 else kind.replace('trainings', 'training').replace('measurements', 'measurement')}"
 
 
 @app.command()

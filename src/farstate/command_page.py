@@ -74,7 +74,7 @@ def _row(parameter: Any) -> str:
 
 
 def _flag(option: Any) -> str:
-    return str(next(name for name in option.opts if name.startswith("--")))
+    return " ".join(name for name in (*option.opts, *option.secondary_opts) if name.startswith("--"))
 
 
 def _metavar(parameter: Any) -> str:

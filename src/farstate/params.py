@@ -1141,12 +1141,22 @@ def _origin_of(phase: str, given: Pretrain | Posttrain, model: str, key: str) ->
 def load(path: str | Path, overrides: dict[str, Any] | None = None) -> Params:
     """Read, check and return the parameters of `path`, with `overrides` (a nested mapping) laid over them.
 
+    Args:
+        path: a file, or files that are laid over each other, joined by `+`.
+
     Raises:
         FarstateError: a missing file, damaged YAML, a scalar that YAML 1.1 and 1.2 read differently, an
             unknown key, a wrong type, a value out of range, or values that contradict each other.
     """
-    data = read_yaml(path)
+    data: dict[str, Any] = {}
+    for name in layers(path):
+        data = merge(data, read_yaml(name))
     return validate(merge(data, overrides or {}), str(path))
+
+
+def layers(path: str | Path) -> list[str]:
+    """The files of `params.yaml+mine.yaml`."""
+    return [str(path)] if Path(path).exists() else str(path).split("+")
 
 
 def validate(data: dict[str, Any], where: str) -> Params:

@@ -30,6 +30,7 @@ from farstate.params import (
     CostFigure,
     DiagnosisFigure,
     FarFigure,
+    Figures,
     Params,
     RememberedFigure,
     ShiftFigure,
@@ -66,7 +67,7 @@ _LONG_AGO = 1.0  # seconds since 1970
 PAGE_FILES = ("html", "svg", "png", "json", "parquet", "csv")
 INDEX, INDEX_FILES = "index", ("html", "json", "csv")
 """The page of all results."""
-PAGE_NAME = r"(?:fig|table)[0-9]+|shift|cost|diagnosis|repair"
+PAGE_NAME = "|".join((r"(?:fig|table)[0-9]+", *(name for name in Figures.model_fields if name.isalpha())))
 PAGE_FILE = re.compile(rf"({PAGE_NAME})\.({'|'.join(PAGE_FILES)})")
 COMPARED = ("curves", "references", "verdicts", "differences", "ages")
 """Tables of a comparison of perplexities."""

@@ -617,7 +617,7 @@ TABLES: tuple[Table, ...] = (
             _column("fails_beyond", _FLAG, "", "shown to exceed p* beyond T_train, not only before"),
             _column("t_star", _INT, "tokens", "t*, where PPL is lowest within T_train, chosen on one half of the texts"),
             _column("worst_beyond", _INT, "tokens", "the worst position beyond T_train"),
-            _column("would_be", _TEXT, "", "of UNDECIDED, what more documents would lead to [assumed]"),
+            _column("would_be", _TEXT, "", "of UNDECIDED: the verdict if this gap were the true one"),
             _column("p_star", _REAL, "perplexity", "p*, its value there on the other half"),
             _column("gap", _REAL, "nats a token", "log PPL at the worst position after t* − log p*"),
             _column("gap_low", _REAL, "nats a token", "lower end of its simultaneous interval"),
@@ -625,7 +625,7 @@ TABLES: tuple[Table, ...] = (
             _column("gap_beyond", _REAL, "nats a token", "the gap at the worst position beyond T_train"),
             _column("gap_beyond_low", _REAL, "nats a token", "lower end"),
             _column("gap_beyond_high", _REAL, "nats a token", "upper end"),
-            _column("documents_to_decide", _REAL, "documents", "of UNDECIDED, how many in all would decide it [assumed]"),
+            _column("documents_to_decide", _REAL, "documents", "of UNDECIDED: how many would decide, roughly"),
         ),
     ),
     Table(
@@ -667,7 +667,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "page of curves",
         "<figure>.parquet",
-        "reports/, for fig1, fig5, fig10",
+        "reports/, for fig1, fig5, fig10, diagnosis, repair",
         "a point that is drawn, as in `curves`",
         _CURVE,
     ),
