@@ -36,13 +36,19 @@ TALL = 30_000
 _HELPERS = """
 const wait = (ms) => new Promise((done) => setTimeout(done, ms));
 const root = document.documentElement;
-/* Until nothing on the page has changed for a while. */
-const rest = () => new Promise((done) => {
-  const end = () => { watch.disconnect(); done(); };
-  let timer = setTimeout(end, 200);
-  const watch = new MutationObserver(() => { clearTimeout(timer); timer = setTimeout(end, 150); });
+/* Until nothing on the page has changed while several frames were drawn. */
+async function rest() {
+  let changes = 0;
+  const watch = new MutationObserver(() => { changes += 1; });
   watch.observe(document.body, { subtree: true, childList: true, attributes: true, characterData: true });
-});
+  for (let quiet = 0; quiet < 3; quiet += 1) {
+    const before = changes;
+    for (let frame = 0; frame < 2; frame += 1) await new Promise((done) => requestAnimationFrame(done));
+    await wait(40);
+    if (changes !== before) quiet = -1;
+  }
+  watch.disconnect();
+}
 const unseen = (element) => { const part = element.closest('thead, .unseen, .skip'); return part !== null && part.getBoundingClientRect().width < 2; };
 const seen = (element) => element.checkVisibility({ checkOpacity: true, checkVisibilityCSS: true }) && !unseen(element);
 const texts = (svg) => [...svg.querySelectorAll('text')].filter((t) => t.textContent.trim() && t.getAttribute('opacity') !== '0' && seen(t))

@@ -49,7 +49,8 @@ BETTER = {"value": -1.2, "low": -1.3, "high": -1.1, "n_documents": 25}
 @pytest.mark.parametrize(
     ("base", "repaired", "difference", "outcome", "reason"),
     [
-        ({}, {}, {}, "REPAIRED", "92 % (85 % to 97 %) is gone"),
+        ({"documents_to_decide": 3.0}, {"verdict": "PASS"}, {}, "REPAIRED", "92 % (85 % to 97 %) is gone"),
+        ({}, {"gap_beyond": 0.1}, {}, "REPAIRED", "By Def. 3.2 alone it is UNDECIDED"),
         ({"verdict": "PASS", "fails_beyond": False}, {}, {}, "NOTHING TO REPAIR", "passes Def. 3.2"),
         ({"fails_beyond": False}, {}, {}, "NOTHING TO REPAIR", "inside its training length only"),
         ({"verdict": "UNDECIDED", "fails_beyond": False}, {}, {}, "UNDECIDED", "Whether the base model fails"),
@@ -258,7 +259,7 @@ TINY = (
 
 def farstate(home: Path, *arguments: str) -> str:
     """Run the command with this repository's source, as a user would in `home`; its output."""
-    return run(home, "farstate", *arguments, timeout=500, PYTHONPATH=str(REPOSITORY / "src")).stdout
+    return run(home, "farstate", *arguments, PYTHONPATH=str(REPOSITORY / "src")).stdout
 
 
 def test_a_model_is_diagnosed(own: Path) -> None:
@@ -277,6 +278,10 @@ def test_a_model_is_diagnosed(own: Path) -> None:
     page = (reports / "diagnosis.html").read_text()
     for heading in ("Does it generalise in length?", "What is remembered", "Do states drift", "Is a number found again"):
         assert heading in page
+    charts = json.loads(re.search(r'id="farstate-charts">(.*?)</script>', page, re.S).group(1))["groups"][0]["charts"]  # type: ignore[union-attr]
+    places = re.findall(r'class="chart" id="([^"]+)"', page)
+    assert sorted(chart["id"] for chart in charts) == sorted(set(places)), "a place for every chart, and each once"
+    assert len(places) == len(set(places))
     reach = pl.read_parquet(next((own / "found/results/evaluate").glob("compare_reach.diagnosis-*")) / "reach.parquet")
     assert reach["T"].to_list() == [32, 64, 128]
     again = farstate(own, "diagnose", *options)

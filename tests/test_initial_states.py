@@ -31,7 +31,7 @@ ARMS = (
     {"initial_state": "gaussian", "scope": "head", "reset_probability": 0.4},
     {"initial_state": "permuted", "reset_probability": 0.4},
 )
-MADE = ARMS[5:]
+MADE = [arm for arm in ARMS if arm["initial_state"] in ("gaussian", "permuted")]
 
 
 def name_of(arm: dict) -> str:
@@ -135,7 +135,7 @@ def test_no_gradient_and_no_global_randomness(arm):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("arm", [*ARMS[1:4], *MADE], ids=name_of)
+@pytest.mark.parametrize("arm", ARMS, ids=name_of)
 def test_draws_do_not_depend_on_how_a_batch_is_cut(arm):
     whole, parts = make(arm), make(arm, micro_batches=4)
     for step in range(4):

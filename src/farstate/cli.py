@@ -325,7 +325,13 @@ def store(record: Record, output: Output = None) -> None:
         from farstate.corpus.store import write_store
 
         with DocumentProgress(stage.label) as progress:
-            write_store(stage.many("shards"), stage.params["vocabulary_size"], stage.output, progress=progress)
+            write_store(
+                stage.many("shards"),
+                stage.params["vocabulary_size"],
+                stage.output,
+                to_train_on=stage.params.get("to_train_on", True),
+                progress=progress,
+            )
 
     _run(record, output, "store", work)
 

@@ -121,6 +121,7 @@ class Corpus(Strict):
     )
     minimum_bytes: PositiveInt = Field(1, description="shorter documents are dropped and counted")
     split: Split = Split()
+    to_train_on: bool = Field(True, description="false: nothing is trained, all documents may be held out")
 
     @model_validator(mode="after")
     def _names_differ(self) -> Corpus:

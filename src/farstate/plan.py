@@ -219,7 +219,7 @@ class Plan:
                 rule="store",
                 phase="corpus",
                 name="store",
-                params={"vocabulary_size": vocabulary},
+                params={"vocabulary_size": vocabulary, **({} if params.corpus.to_train_on else {"to_train_on": False})},
                 files=("store.json", "index.parquet"),
                 upstream={"shards": shards},
                 numerics=("corpus",),

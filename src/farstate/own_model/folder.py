@@ -50,11 +50,12 @@ def repository() -> Path:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Which texts: sources and their split, as parameters; `given` names them for readers."""
+    """Which texts: sources and their split, as parameters; `given` names them for readers, `trains`: some are to train on."""
 
     given: str
     sources: tuple[dict[str, Any], ...]
     split: dict[str, Any]
+    trains: bool = True
 
 
 def corpus_of(given: Sequence[str], root: Path, *, trains: bool) -> Corpus:
@@ -87,7 +88,7 @@ def corpus_of(given: Sequence[str], root: Path, *, trains: bool) -> Corpus:
                 f"--corpus: {where}: no file matches, and it is no name on the hub; give an existing path or glob"
             )
     split = {"validation": 0.0, "test": 0.4 if trains else 0.0, "salt": "farstate"}
-    return Corpus(", ".join(given), tuple(found), split)
+    return Corpus(", ".join(given), tuple(found), split, trains)
 
 
 def peak_rate(known: Known) -> tuple[float, str]:
@@ -127,7 +128,10 @@ def parameters(
     rate, _ = peak_rate(known)
     tokens = batch_tokens(known.context)
     given: dict[str, Any] = {
-        "corpus": {"sources": list(corpus.sources), "damaged_records": "stop", "minimum_bytes": 1, "split": corpus.split},
+        "corpus": {
+            **{"sources": list(corpus.sources), "damaged_records": "stop", "minimum_bytes": 1, "split": corpus.split},
+            **({} if corpus.trains else {"to_train_on": False}),
+        },
         "tokenizer": {"kind": "file", "vocabulary_size": known.symbols, "file": str(known.tokenizer)},
         "models": {
             known.name: {"architecture": known.config.architecture, "context": known.context, "checkpoint": known.where},
@@ -197,13 +201,14 @@ def place(output: Path | None, known: Known, asked: Mapping[str, Any]) -> Path:
         output = HOME / f"{known.name}-{digest}"
     if output.exists() and not output.is_dir():
         raise FarstateError(f"--output: {output} is a file; give a folder")
+    found: Any = {}
     if output.is_dir() and any(output.iterdir()):
         found = read_json(output / ASKED) if (output / ASKED).is_file() else None
         if not isinstance(found, dict) or found.get("checkpoint") != known.where:
             raise FarstateError(
                 f"--output: {output} holds something else than results of {known.given}; give a new or empty folder"
             )
-    write_json(output / ASKED, told)
+    write_json(output / ASKED, {**told, "repaired": found.get("repaired", {})})
     return output
 
 

@@ -71,7 +71,13 @@ def judge_repair(
         known = [condition.documents for condition in open_]
         needed = None if any(number is None for number in known) else max(number for number in known if number is not None)
         return Judgement("UNDECIDED", _sentence([condition.words for condition in open_]), needed)
-    return Judgement("REPAIRED", _sentence([condition.words for condition in conditions]))
+    reason = _sentence([condition.words for condition in conditions])
+    if repaired["verdict"] != "PASS":
+        reason += (
+            f" By Def. 3.2 alone it is {repaired['verdict']}: its widest gap beyond the training length is "
+            f"{_between(repaired, 'gap_beyond')} nats, so that a rest of the failure is not excluded."
+        )
+    return Judgement("REPAIRED", reason)
 
 
 def _removes(row: Row, least: float) -> list[_Condition]:

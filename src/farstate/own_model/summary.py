@@ -83,13 +83,13 @@ def _repaired(known: Known, plan: Plan, found: Answer, folder: Path, recipe: dic
         written[name] = where
         told = read_json(folder / ASKED)
         text = card(known, plan, stage, arm, found, recipe)
-        if told.get("repaired", {}).get(name) == stage.key and (where / "README.md").is_file():
+        if told["repaired"].get(name) == stage.key and (where / "README.md").is_file():
             if (where / "README.md").read_text(encoding="utf-8") != text:
                 write_text(where / "README.md", text)
             continue
         _export(known, folder / stage.directory, where)
         write_text(where / "README.md", text)
-        write_json(folder / ASKED, {**told, "repaired": {**told.get("repaired", {}), name: stage.key}})
+        write_json(folder / ASKED, {**told, "repaired": {**told["repaired"], name: stage.key}})
     return written
 
 

@@ -17,6 +17,7 @@ from farstate.reports import family_text, remembrance_text, state_text, task_tex
 from farstate.reports.context import Context
 from farstate.reports.family_text import BEYOND, BROKEN, WITHIN, Item
 from farstate.reports.figures import About
+from farstate.reports.tables import rounded
 from farstate.reports.text import Finding, Row, direction, finite, listing, nats, share
 from farstate.runs import BASE, CONTROL
 
@@ -222,7 +223,7 @@ def compare(what: str, rows: Iterable[Row], axis: str, least_tolerance: float = 
         above = (nearest["value"] if high is None else high) >= value - tolerance
         below = bound or (nearest["value"] if low is None else low) <= value + tolerance
         place = f"{what}, {point['label']} at {point[axis]:,.0f}" + (" (at least)" if bound else "")
-        found.append(Compared(place, nearest["value"], low, high, value, tolerance, above and below))
+        found.append(Compared(place, nearest["value"], low, high, value, rounded(tolerance), above and below))
     return found
 
 

@@ -24,6 +24,7 @@ REACH_COLUMNS = (
     *("worst_beyond", "gap_beyond", "gap_beyond_low", "gap_beyond_high"),
 )
 SUGGESTED = "state_passing"
+_MANY = 1e6
 _GUILTY = 3
 """Heads that are named."""
 
@@ -47,6 +48,19 @@ class Answer:
     reach: Sequence[Row]
     judgements: dict[str, Judgement] = field(default_factory=dict)
     lines: Sequence[Row] = field(default_factory=list)
+
+    @property
+    def arms(self) -> dict[str, str]:
+        """Those of `reach`, with their labels."""
+        return {row["arm"]: row["label"] for row in self.reach}
+
+    @property
+    def by_length(self) -> dict[int, dict[str, Row]]:
+        """The rows of `reach` by T and arm."""
+        found: dict[int, dict[str, Row]] = {}
+        for row in self.reach:
+            found.setdefault(int(row["T"]), {})[row["arm"]] = row
+        return found
 
 
 def answer(
@@ -117,7 +131,7 @@ def answer(
     for arm, judged in judgements.items():
         words = judged.reason
         if judged.documents is not None:
-            words += f" About {text.count(judged.documents)} documents in all would decide it, if the estimates stay as they are [assumed]."
+            words += f" {documents(judged.documents).capitalize()} documents in all would decide it, if the estimates stay as they are [assumed]."
         findings.append(Finding(f"{names[arm].capitalize()}: {judged.outcome}.", words))
     findings += [Finding("Before.", f"{_where(base, of_base)} {_how_much(base)}"), *why]
     headline = f"{label}: {'; '.join(f'{names[arm]}: {judged.outcome}' for arm, judged in judgements.items())}."
@@ -133,11 +147,17 @@ def lead(
     html = page.fragment(
         "diagnosis_lead.html.j2",
         answers=answers,
+        documents=documents,
         times=lambda row: f"{row['T'] / row['train_length']:g}",
         removed=text.share(float(figure["least_removed"])),
         tolerance=f"{float(figure['short_context_tolerance']):g}",
     )
     return Section(html, leads=[found.headline for found in answers])
+
+
+def documents(number: float) -> str:
+    """How many would decide something, which is an order of magnitude."""
+    return f"about {text.count(number)}" if number < _MANY else "more than a million"
 
 
 def _outcome(base: Row) -> str:
@@ -186,7 +206,7 @@ def _where(base: Row, steps: Sequence[Row]) -> str:
 def _needed(row: Row) -> str:
     if not text.finite(row["documents_to_decide"]):
         return ""
-    return f" (about {text.count(row['documents_to_decide'])} documents would make it {row['would_be']} [assumed])"
+    return f" ({documents(row['documents_to_decide'])} documents would make it {row['would_be']} [assumed])"
 
 
 def _how_much(base: Row) -> str:
@@ -259,7 +279,7 @@ def _try(base: Row, figure: Mapping[str, Any], recipe: Mapping[str, Any]) -> lis
         needed = base["documents_to_decide"]
         if text.finite(needed):
             return [
-                f"Measure on more text: about {text.count(needed)} documents of this length in all (now {base['n_documents']:,}) would decide "
+                f"Measure on more text: {documents(needed)} documents of this length in all (now {base['n_documents']:,}) would decide "
                 f"it as {base['would_be']}, if the gap stays as it is [assumed]."
             ]
         return ["Measure on more text: give more documents with --corpus, or --budget full."]

@@ -225,7 +225,7 @@
   }
 
   const draw = (chart) => { chart.drawing = chart.drawing || embed(chart); return chart.drawing; };
-  const visible = (chart) => chart.place && !chart.place.closest("[hidden]");
+  const visible = (chart) => chart.place && chart.place.checkVisibility();
 
   /* One after the other, with room between them for the reader's scrolling and clicks. */
   const waiting = [];
@@ -264,12 +264,20 @@
   });
 
   ground.addEventListener("change", applyAll);
+  /* Paper cannot unfold. Drawing waits for no task of the browser, so that it is done before the paper is laid out. */
+  let unfolded = [];
   window.addEventListener("beforeprint", () => {
     printing = true;
+    unfolded = all("details:not([open])").filter((fold) => fold.dataset.print !== undefined || fold.querySelector(".chart"));
+    for (const fold of unfolded) fold.open = true;
     applyAll();
     for (const chart of charts.filter(visible)) draw(chart);
   });
-  window.addEventListener("afterprint", () => { printing = false; applyAll(); });
+  window.addEventListener("afterprint", () => {
+    printing = false;
+    for (const fold of unfolded) fold.open = false;
+    applyAll();
+  });
 
   [root.dataset.charts, root.dataset.drawn] = [String(charts.length), "0"];
   recall();
