@@ -150,10 +150,14 @@ class Browser:
         if height >= TALL:
             self.drawn()
 
-    def theme(self, *, dark: bool) -> None:
-        """The ground that the reader prefers."""
-        wanted = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.protocol("Emulation.setEmulatedMedia", media="", features=[wanted])
+    def theme(self, *, dark: bool = False, still: bool = False) -> None:
+        """The ground that the reader prefers, and whether nothing is to move."""
+        wanted = {
+            "prefers-color-scheme": "dark" if dark else "light",
+            "prefers-reduced-motion": "reduce" if still else "no-preference",
+        }
+        features = [{"name": name, "value": value} for name, value in wanted.items()]
+        self.protocol("Emulation.setEmulatedMedia", media="", features=features)
 
     def size(self, width: int, height: int = TALL) -> None:
         """The window, in CSS pixels."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import test_index
 import test_reports_curves as of_curves
 import test_reports_families as of_families
 import test_reports_remembrance as of_remembrance
@@ -63,6 +64,16 @@ def task(figure: str) -> Callable[[Path], dict[str, Path]]:
     )
 
 
+def all_results(root: Path) -> dict[str, Path]:
+    """The page of all results: of perplexity, remembrance and states of one model, the charts of its figures are linked."""
+    from farstate.reports.index import index_stage
+
+    for figure, page in (("fig1", linked(root / "fig1")), ("fig4", states("fig4")(root / "fig4"))):
+        (root / f"{figure}.html").write_bytes(page["html"].read_bytes())
+    index_stage(test_index.wanted(("fig1", "fig4")), root, root)
+    return {"html": root / "index.html"}
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of page.
@@ -96,6 +107,7 @@ KINDS = {
     "babilong": Kind(task("fig6"), "task-0", "path", "value", "value"),
     "passkey": Kind(lambda root: of_tasks.at_the_papers_scale(root)["fig7"], "exact-0", "rect", "value", "value"),
     "copying": Kind(task("table1"), "copying-0", "path", "value", "value"),
+    "index": Kind(all_results, "fig1-ppl-1", "path", "value", "value"),
 }
 
 
@@ -127,8 +139,11 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_everything_is_drawn_and_nothing_is_fetched(opened: Opened) -> None:
     found = opened.browser.run(
+        "const charts = [...document.querySelectorAll('.chart')];"
+        "for (const fold of document.querySelectorAll('details')) fold.open = Boolean(fold.querySelector('.chart')) || fold.open;"
+        "for (let i = 0; i < 1500 && !charts.every((c) => c.querySelector('svg')); i += 1) await wait(20);"
         "return { drawn: Number(root.dataset.drawn), charts: Number(root.dataset.charts),"
-        "  marks: [...document.querySelectorAll('.chart')].map((c) => [c.id, [...c.querySelectorAll('.role-mark path, .role-mark line, .role-mark text')]"
+        "  marks: charts.map((c) => [c.id, [...c.querySelectorAll('.role-mark path, .role-mark line, .role-mark text')]"
         "    .filter((m) => m.tagName !== 'path' || (m.getAttribute('d') || '').length > 3).length]) };"
     )
     console, requests = opened.browser.read_logs()
@@ -147,20 +162,20 @@ def test_it_is_legible(opened: Opened, width: int, dark: bool) -> None:
     opened.browser.size(width)
     found = opened.browser.run("await rest(); return layout();")
     opened.browser.picture(ARTEFACTS / f"{opened.name}-{width}-{'dark' if dark else 'light'}.png")
-    opened.browser.theme(dark=False)
+    opened.browser.theme()
     opened.browser.size(1600)
     assert found["overflow"] <= 0
     assert found["clipped"] == []
     assert [pair for pair in found["overlaps"] if "✕" not in pair] == []
     assert found["contrast"] == []
-    assert len(found["widths"]) == len(opened.charts)
+    assert set(found["widths"]) == set(opened.charts)
     assert all(0.85 < share <= 1.01 for share in found["widths"].values()), found["widths"]
 
 
 SYMBOLS = """
 const symbols = () => Object.fromEntries([...document.querySelectorAll('.chart')].map((c) => [c.id, c.checkVisibility() ? c.querySelectorAll('.mark-symbol.role-mark path, .mark-line path').length : 0]));
 const total = (found) => Object.values(found).reduce((a, b) => a + b, 0);
-const pressed = (kind) => [...document.querySelectorAll(`button[data-${kind}][aria-pressed=true]`)].map((b) => b.dataset[kind]);
+const pressed = (kind) => [...document.querySelectorAll(`button[data-${kind}][aria-pressed=true]:not([data-group])`)].map((b) => b.dataset[kind]);
 """
 
 
@@ -175,7 +190,7 @@ if (arm) {
   out.arm = { name: arm.dataset.arm, pressed: pressed('arm'), shown: symbols(), hash: location.hash };
   arm.click(); await rest();
 }
-const model = document.querySelectorAll('button[data-model]')[1];
+const model = [...document.querySelectorAll('button[data-model]')].at(-1);
 if (model) {
   model.click(); await rest();
   out.model = { name: model.dataset.model, pressed: pressed('model'), shown: symbols(), hash: location.hash };
@@ -200,8 +215,11 @@ return out;
     if "model" in found:
         one = found["model"]
         assert one["pressed"] == [one["name"]]
-        for name, chart in opened.charts.items():
-            assert one["shown"][name] == (found["before"][name] if chart["model"] in ("", one["name"]) else 0), name
+        for group in opened.data:
+            held = any(chart["model"] == one["name"] for chart in group["charts"])
+            for chart in group["charts"]:
+                kept = not held or chart["model"] in ("", one["name"])
+                assert one["shown"][chart["id"]] == (found["before"][chart["id"]] if kept else 0), chart["id"]
     assert "arm" in found or "model" in found
 
 
@@ -225,8 +243,10 @@ return {{ x: box.x + box.width / 2, y: box.y + box.height / 2 }};
 
 def test_those_who_do_not_see_the_picture(opened: Opened) -> None:
     """Structure, names and descriptions; the picture of each chart is told with numbers, and its data stand in a table."""
+    opened.browser.theme(still=True)
     found = opened.browser.run(
         """
+await rest();
 const levels = [...document.querySelectorAll('h1, h2, h3, h4')].map((h) => Number(h.tagName[1]));
 const ids = [...document.querySelectorAll('[id]')].map((e) => e.id);
 const skip = document.querySelector('.skip');
@@ -245,6 +265,7 @@ return {
 };
 """
     )
+    opened.browser.theme()
     assert found["lang"] == "en"
     assert found["title"].endswith("Farstate")
     assert (found["first"], found["target"]) == (True, True)

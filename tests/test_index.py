@@ -285,6 +285,18 @@ def test_the_page_holds_every_figure_with_its_charts_sentence_cost_and_links(
     assert [(line["figure"], line["agreement"]) for line in lines] == [("fig5", AGREES), ("fig10", AGREES), ("table1", AGREES)]
 
 
+@pytest.mark.parametrize(
+    ("sentence", "expected"),
+    [
+        ("It fails (one: 0.9 (0.8 to 1.0) nats; two: 1.3 nats) and holds (two: 0).", "It fails (one, two) and holds (two)."),
+        ("Lower (one, by TV: −0.2 (−0.3 to −0.1); one, by JS: −0.1).", "Lower (one)."),
+        ("one (55K): costs +0.06 nats (0.04 to 0.08).", "one: costs +0.06 nats."),
+    ],
+)
+def test_a_brief_sentence_keeps_the_names(sentence: str, expected: str) -> None:
+    assert index.brief(sentence) == expected
+
+
 def test_values_at_the_same_scale_stand_beside_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     row = {"what": "PPL of m at 2,048", "ours": 8.0, "low": 7.9, "high": None, "paper": 7.96, "tolerance": 0.24, "inside": True}
@@ -415,7 +427,7 @@ def test_the_page_of_a_finished_run(clone_with_results: Path) -> None:
     assert figure["wall"]["recorded"] == figure["wall"]["results"] > 10
     assert {row["phase"] for row in told["origin"]["phases"]} == {"corpus", "pretrain", "posttrain", "evaluate"}
     assert told["changes"] == {"since": "params.yaml as last committed", "changes": []}
-    (clone / "reports/index.json").unlink()
+    (clone / "reports/index.html").unlink()
     assert planned(clone) == planned(clone, "reports/index.html") == {"index": 1}, "drawn of the finished pages alone"
     assert planned(clone, "reports/fig5.html") == {}
     run(clone, "snakemake", "--config", 'report={"note": "other"}')

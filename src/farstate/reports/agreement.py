@@ -372,7 +372,12 @@ def _of_arm(topic: str, case: task_text.Case, arm: str, other: str, score: str, 
     row = case.at(arm, score, beyond[-1], other) if beyond else None
     if row is None:
         return []
-    return [Claim(topic, _where(task_text.sign(row)), who, f"{task_text.difference(row)} at {beyond[-1][0]:,}")]
+    return [Claim(topic, _where(task_text.sign(row)), who, f"{task_text.difference(row)} at {beyond[-1][0]:,}{_over_seeds(row)}")]
+
+
+def _over_seeds(row: Row) -> str:
+    low, high = row.get("value_seeds_low"), row.get("value_seeds_high")
+    return f", {task_text.signed(low)} to {task_text.signed(high)} over seeds" if finite(low) and finite(high) else ""
 
 
 def _where(sign: int | None) -> bool | None:

@@ -25,6 +25,7 @@ from farstate.keys import digest
 from farstate.plan import INDEX, INDEX_FILES, PAGE_FILES
 from farstate.reference import PaperPoint, paper_curves
 from farstate.reports import agreement, index_origin, page
+from farstate.reports.figures import FIGURES
 from farstate.reports.index_origin import duration
 from farstate.reports.theme import arm_styles
 
@@ -58,6 +59,14 @@ DIGITISED: dict[str, tuple[tuple[str, str], ...]] = {
 """By figure the digitised values, and what they are."""
 MAIN = ("fig5", "fig1")
 """The figures whose answer is the paper's main claim; the first that is there leads the findings."""
+QUESTIONS: dict[str, tuple[str, ...]] = {
+    "Why do they fail?": ("fig4", "shift", "fig9"),
+    "Does other training prevent it?": ("fig2", "fig3", "fig11"),
+    "For which architectures?": ("fig1", "fig10"),
+    "What is remembered, and is it used?": ("fig13", "fig6", "fig7", "table1"),
+    "Is the repair free?": ("cost",),
+}
+"""What else was asked, and the figures that answer it."""
 _SHOWN = 4
 """Charts of a figure that stand open; of several models half as many each."""
 
@@ -150,7 +159,7 @@ def index_stage(wanted: Mapping[str, Any], folder: Path, root: Path = Path()) ->
     Raises:
         FarstateError: a page is missing or of another version, or the whole is larger than MAXIMUM_BYTES.
     """
-    finished = {name: read_page(folder / f"{name}.html") for name in wanted["pages"]}
+    finished = {name: read_page(folder / f"{name}.html") for name in sorted(wanted["pages"], key=list(FIGURES).index)}
     everything = sorted({directory for work in wanted["work"].values() for directory in work["below"]})
     records = index_origin.records_of(everything, root)
     figures = [_figure(name, page_, wanted["work"][name], records) for name, page_ in finished.items()]
@@ -173,6 +182,7 @@ def index_stage(wanted: Mapping[str, Any], folder: Path, root: Path = Path()) ->
         counts={word: [figure["name"] for figure in figures if figure["agreement"] == word] for word in SYMBOLS},
         sure=_sure(figures),
         main=_main(figures),
+        asked=_asked(figures),
         symbols=SYMBOLS,
         words=WORDS,
         everywhere=_models(groups),
@@ -301,6 +311,28 @@ def _sure(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _main(figures: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     by_name = {figure["name"]: figure for figure in figures}
     return next((by_name[name] for name in MAIN if name in by_name), figures[0] if figures else None)
+
+
+def _asked(figures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The questions of QUESTIONS that some figure answers, each with what those figures say, without the numbers."""
+    by_name = {figure["name"]: figure for figure in figures}
+    answered = []
+    for question, names in QUESTIONS.items():
+        answers = [{**by_name[name], "brief": brief(by_name[name]["sentence"])} for name in names if name in by_name]
+        if answers:
+            answered.append({"question": question, "answers": answers})
+    return answered
+
+
+def brief(sentence: str) -> str:
+    """`sentence` with the names alone of what stands in brackets: `(one: 0.9 (0.8 to 1.0) nats; two: …)` becomes `(one, two)`."""
+
+    def named(found: re.Match[str]) -> str:
+        items = re.sub(r"\([^()]*\)", "", found.group(1)).split(";")
+        names = dict.fromkeys(re.split("[:,]", item)[0].strip() for item in items if ":" in item)
+        return f" ({', '.join(names)})" if names else ""
+
+    return re.sub(r"\s*\(((?:[^()]|\([^()]*\))*)\)", named, sentence)
 
 
 def _table(figures: Sequence[Mapping[str, Any]]) -> str:

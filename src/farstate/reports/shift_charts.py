@@ -285,7 +285,7 @@ def _strip_layers(measure: Measure, rows: Sequence[Row], limit: float, *, static
     }
     return [
         {
-            "mark": {"type": "rect", "aria": False},
+            "mark": {"type": "rect", "invalid": None, "aria": False},
             "encoding": {"x": x, "y": y, "color": colour, "tooltip": _HEAD_TOOLTIP},
         },
         {

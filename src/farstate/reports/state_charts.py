@@ -98,7 +98,8 @@ def _map_layers(limit: float, *, static: bool) -> list[Spec]:
     }
     return [
         {
-            "mark": {"type": "rect", "aria": False},
+            # Vega-Lite would leave out what has no colour on the scale.
+            "mark": {"type": "rect", "invalid": None, "aria": False},
             "encoding": {"x": x, "y": y, "color": colour, "tooltip": _TOOLTIP},
         },
         {

@@ -402,6 +402,17 @@ def _map_layers(cells: Map, *, static: bool) -> list[Spec]:
     border = {**x, "bandPosition": 1 if inside else 0}
     # The words stay inside the picture, whatever side the border is on.
     left = len(inside) > len(cells.lengths) / 2
+    tooltip: list[Spec] = [
+        {"field": "label", "title": "model"},
+        {"field": "length", "title": "prompt, tokens", "format": ",d"},
+        {"field": "depth", "title": "depth"},
+        {"field": "value", "title": "value", "format": ".3~f"},
+        {"field": "interval", "title": "low to high"},
+        {"field": "over", "title": "over seeds"},
+        {"field": "examples", "title": "examples"},
+        {"field": "chance", "title": "chance", "format": ".2~g"},
+        {"field": "note", "title": "what it is"},
+    ]
     return [
         {
             # A cell without a value is drawn too, in grey.
@@ -416,17 +427,7 @@ def _map_layers(cells: Map, *, static: bool) -> list[Spec]:
                     "scale": {"domain": [0, 1], "scheme": "viridis", "clamp": True},
                     "legend": None,
                 },
-                "tooltip": [
-                    {"field": "label", "title": "model"},
-                    {"field": "length", "title": "prompt, tokens", "format": ",d"},
-                    {"field": "depth", "title": "depth"},
-                    {"field": "value", "title": "value", "format": ".3~f"},
-                    {"field": "interval", "title": "low to high"},
-                    {"field": "over", "title": "over seeds"},
-                    {"field": "examples", "title": "examples"},
-                    {"field": "chance", "title": "chance", "format": ".2~g"},
-                    {"field": "note", "title": "what it is"},
-                ],
+                "tooltip": tooltip,
             },
         },
         {
@@ -435,6 +436,8 @@ def _map_layers(cells: Map, *, static: bool) -> list[Spec]:
                 "x": x,
                 "y": y,
                 "text": {"field": "words"},
+                # The words lie on their cell and would hide its values from the pointer.
+                "tooltip": tooltip,
                 "color": {
                     "condition": {"test": f"isValid(datum.value) && datum.value < {_LIGHT_FROM}", "value": "#ffffff"},
                     "value": "#111111",
