@@ -11,7 +11,7 @@ import polars
 
 from farstate.errors import FarstateError
 from farstate.files import read_manifest
-from farstate.own_model.repairing import REPAIRED, Judgement, judge_repair
+from farstate.own_model.repairing import Judgement, judge_repair
 from farstate.reports import page, state_text, text
 from farstate.reports.page import Section
 from farstate.reports.tables import read_table
@@ -132,7 +132,7 @@ def answer(
         words = judged.reason
         if judged.documents is not None:
             words += f" {documents(judged.documents).capitalize()} documents in all would decide it, if the estimates stay as they are [assumed]."
-        if judged.outcome == REPAIRED and mine[arm]["verdict"] == "UNDECIDED":
+        if judged.outcome == "REPAIRED" and mine[arm]["verdict"] == "UNDECIDED":
             words += f" Def. 3.2 by itself is not decided for it on these texts: a gap of {text.estimate(mine[arm], 'gap_beyond')} nats."
         findings.append(Finding(f"{names[arm].capitalize()}: {judged.outcome}.", words))
     findings += [Finding("Before.", f"{_where(base, of_base)} {_how_much(base)}"), *why]
