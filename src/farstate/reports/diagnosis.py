@@ -132,8 +132,6 @@ def answer(
         words = judged.reason
         if judged.documents is not None:
             words += f" {documents(judged.documents).capitalize()} documents in all would decide it, if the estimates stay as they are [assumed]."
-        if judged.outcome == "REPAIRED" and mine[arm]["verdict"] == "UNDECIDED":
-            words += f" Def. 3.2 by itself is not decided for it on these texts: a gap of {text.estimate(mine[arm], 'gap_beyond')} nats."
         findings.append(Finding(f"{names[arm].capitalize()}: {judged.outcome}.", words))
     findings += [Finding("Before.", f"{_where(base, of_base)} {_how_much(base)}"), *why]
     headline = f"{label}: {'; '.join(f'{names[arm]}: {judged.outcome}' for arm, judged in judgements.items())}."
