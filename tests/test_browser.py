@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -206,7 +207,7 @@ return out;
     if "arm" in found:
         one = found["arm"]
         assert one["pressed"] == [one["name"]]
-        assert one["hash"] == f"#arms={one['name']}"
+        assert unquote(one["hash"]) == f"#arms={one['name']}"
         steered = [name for name, chart in opened.charts.items() if any(p["name"] == "shown" for p in chart["spec"]["params"])]
         assert sum(one["shown"][name] for name in steered) < sum(found["before"][name] for name in steered)
         for name in steered:
