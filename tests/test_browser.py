@@ -211,7 +211,12 @@ return out;
         steered = [name for name, chart in opened.charts.items() if any(p["name"] == "shown" for p in chart["spec"]["params"])]
         assert sum(one["shown"][name] for name in steered) < sum(found["before"][name] for name in steered)
         for name in steered:
-            drawn = {curve["arm"] for curve in opened.charts[name]["curves"] if curve.get("arm")}
+            near = opened.charts[name].get("near") or 1  # states younger than this lie left of the view
+            drawn = {
+                curve["arm"]
+                for curve in opened.charts[name]["curves"]
+                if curve.get("arm") and any(age >= near for age in curve.get("age", [near]))
+            }
             if found["before"][name] and one["name"] in drawn and len(drawn) > 1:
                 assert 0 < one["shown"][name] < found["before"][name], name
     if "model" in found:
