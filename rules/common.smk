@@ -126,6 +126,17 @@ def page_inputs(wildcards):
     }
 
 
+def index_pages(wildcards):
+    """All pages. One that is drawn again draws the page of all results again: Snakemake passes over a job whose
+    inputs all are ancient and there, whatever its other inputs say, when one of them is made anew.
+    """
+    root = Path.cwd()
+    return [
+        ancient(page.outputs["html"]) if page.is_current(root) else page.outputs["html"]
+        for page in PLAN.pages.values()
+    ]
+
+
 def refuse_incomplete():
     """Hold what was asked for against what is there, unless the call itself left something out."""
     left_out = workflow.dag_settings.until or workflow.dag_settings.omit_from

@@ -45,7 +45,7 @@ rule index:
     """What was asked, what was found, how sure it is: one page, made of the finished ones."""
     input:
         wanted=PLAN.index.manifest,
-        pages=[ancient(page.outputs["html"]) for page in PLAN.pages.values()],
+        pages=index_pages,
     output:
         html=report(
             INDEX["html"],

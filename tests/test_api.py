@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import farstate
 from farstate.models.mamba2.shape import Mamba2Config
+from farstate.params import ARMS
 from fla_oracle import oracle
 
 VOCABULARY = 20
@@ -118,23 +119,20 @@ def test_the_example_of_the_page_is_short_and_passes_states():
     assert moved
 
 
-def test_every_block_of_the_page_runs():
-    names: dict[str, Any] = {}
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 10
-    for block in blocks:
-        exec(block, names)
-    model, run, batch_of = names["again"], names["run"], names["batch_of"]
-    assert torch.equal(model.lm_head.weight, names["model"].head_weight)
+def test_every_arm_of_the_page_takes_the_place_of_the_example():
+    code = re.search(r"^arms = \[\n.*?^\]$", PAGE, re.DOTALL | re.MULTILINE)
+    assert code is not None
+    model = small()
+    names: dict[str, Any] = {"farstate": farstate, "run": farstate.Run.of(model, rows=4, context=8)}
+    exec(code[0], names)
+    assert {type(arm).__name__ for arm in names["arms"]} == set(farstate.__all__) & {
+        each.intervention.partition(":")[2] for each in ARMS.values()
+    }
     for arm in names["arms"]:
-        # Each of them for two steps, as the page says: another class in that line.
         for step in range(2):
-            tokens = batch_of(step)
-            _, final = names["model"](
-                tokens[:, :-1], arm.initial(step, farstate.Windows(tokens, torch.zeros(8, dtype=torch.bool)))
-            )
+            tokens = ids(4, 9, seed=step)
+            _, final = model(tokens[:, :-1], arm.initial(step, farstate.Windows(tokens, torch.zeros(4, dtype=torch.bool))))
             arm.observe(final)
-    assert isinstance(run, farstate.Run)
 
 
 def test_the_script_shows_what_state_passing_is_for(capsys: pytest.CaptureFixture[str]):
@@ -196,9 +194,13 @@ def test_tokens_that_are_none_are_refused(text: Tensor, message: str):
         farstate.nll(small(), text)
 
 
-def test_save_goes_back_to_the_source_format(tmp_path: Path):
+def test_save_goes_back_to_the_source_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model, text = small(), ids(2, 9)
-    assert farstate.save(model, tmp_path / "own").format == "farstate"
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "tokenizer.json").write_text("of something else")
+    monkeypatch.chdir(tmp_path / "here")
+    own = farstate.save(model, tmp_path / "own")
+    assert (own.format, own.beside) == ("farstate", [])
     assert farstate.save(model, tmp_path / "theirs", format="transformers").format == "transformers"
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
     loaded = farstate.load(tmp_path / "theirs")
@@ -215,6 +217,10 @@ def test_save_goes_back_to_the_source_format(tmp_path: Path):
         farstate.save(loaded, tmp_path / "back")
     with pytest.raises(farstate.FarstateError, match="has no architecture 'mamba2'"):
         farstate.save(loaded, tmp_path / "new", format="blinkdl")
+    with pytest.raises(farstate.FarstateError, match=r"^format: 'transformer' is unknown .did you mean 'transformers'"):
+        farstate.save(loaded, tmp_path / "new", format="transformer")
+    with pytest.raises(farstate.FarstateError, match=r"^dtype: 'int8' is unknown"):
+        farstate.save(loaded, tmp_path / "new", dtype="int8")
     assert not (tmp_path / "new").exists()
 
 

@@ -154,7 +154,7 @@ def test_shell_blocks_run(path: Path, clone: Path) -> None:
     script = "".join((DRY if block.marker == "dry" else "unset -f snakemake make\n") + block.text for block in blocks)
     env = environment(clone) | {"HOME": str(clone), "GIT_CONFIG_NOSYSTEM": "1", "PATH": environment(clone)["PATH"]}
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script], cwd=clone, env=env, text=True, capture_output=True, timeout=300, check=False
+        ["bash", "-eu", "-c", script], cwd=clone, env=env, text=True, capture_output=True, timeout=300, check=False
     )
     assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     subprocess.run(["git", "checkout", "-q", "--", "."], cwd=clone, check=True)

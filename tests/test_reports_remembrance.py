@@ -299,13 +299,16 @@ def test_a_section_of_other_arms_or_models_is_refused(tmp_path: Path) -> None:
     tables = comparison(tmp_path)
     card = Context.model_validate(context())
     with pytest.raises(FarstateError, match="holds control, which the page does not show"):
-        remembrance.section([tables], card, arm_styles(["base", "state_passing"]))
+        remembrance.section(FIGURES["fig1"], [tables], card, arm_styles(["base", "state_passing"]))
     with pytest.raises(FarstateError, match="holds small, of which the context says nothing"):
         remembrance.section(
-            [tables], Context.model_validate(context(("large",))), arm_styles(["base", "control", "state_passing"])
+            FIGURES["fig1"],
+            [tables],
+            Context.model_validate(context(("large",))),
+            arm_styles(["base", "control", "state_passing"]),
         )
     with pytest.raises(FarstateError, match="2 comparisons given"):
-        remembrance.section([tables, tables], card, arm_styles(["base"]))
+        remembrance.section(FIGURES["fig1"], [tables, tables], card, arm_styles(["base"]))
 
 
 def test_tables_that_cannot_be_drawn_are_named(tmp_path: Path) -> None:
@@ -329,7 +332,7 @@ def test_tables_that_cannot_be_drawn_are_named(tmp_path: Path) -> None:
 
 def texts_of(tables: Path, model: str = "small", train_length: int = 32) -> str:
     card = Context.model_validate(context((model,), train_length=train_length))
-    section = remembrance.section([tables], card, arm_styles(read_manifest(tables)["figure"]["arms"]))
+    section = remembrance.section(FIGURES["fig1"], [tables], card, arm_styles(read_manifest(tables)["figure"]["arms"]))
     return words(str(section.html))
 
 

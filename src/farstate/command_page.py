@@ -89,7 +89,8 @@ def _kind(parameter: Any) -> str:
     while get_origin(annotation) is list:
         (annotation,) = get_args(annotation)
     if get_origin(annotation) is Literal:
-        return " \\| ".join(f"`{value}`" for value in get_args(annotation))
+        # Sorted, since `Literal` of the same values in another order may be the same object, whichever came first.
+        return " \\| ".join(f"`{value}`" for value in sorted(get_args(annotation)))
     return {str: "text", int: "whole number", float: "number", Path: "path"}[annotation]
 
 

@@ -225,11 +225,12 @@ def save_in_format(
     """
     target = Path(output)
     _unless_there(target, target)
-    folder = Path(model.origin.get("checkpoint", ""))
+    came_from = model.origin.get("checkpoint")
+    folder = None if came_from is None else Path(came_from)
     tensors = {key: tensor.detach().cpu() for key, tensor in model.state_dict().items()}
     if model.config.tied_embeddings:
         tensors[HEAD] = tensors[EMBEDDING]
-    return _write(Path("model"), model.config, tensors, model.origin, folder, target, format_name, dtype)
+    return _write(Path("model"), model.config, tensors, model.origin, folder, target, format_name, dtype, flag="")
 
 
 def _unless_there(root: Path, target: Path) -> Path:
@@ -243,36 +244,39 @@ def _write(
     config: Config,
     tensors: Mapping[str, Tensor],
     origin: Origin,
-    folder: Path,
+    folder: Path | None,
     target: Path,
     format_name: str | None,
     dtype: str | None,
+    flag: str = "--",
 ) -> Exported:
-    """Write `tensors` into `target`; `root` names the model in messages, `folder` may hold files to copy along."""
+    """Write `tensors` into `target`; `root` names the model in messages, `folder` may hold files to copy along, `flag` is what an option begins with."""
     name = format_name or origin.get("format")
     able = [known for known, kind in FORMATS.items() if config.architecture in kind.architectures]
     if name is None:
-        raise FarstateError(f"{root}: was trained here and comes from no other format; give --format: {', '.join(able)}")
+        raise FarstateError(f"{root}: was trained here and comes from no other format; give {flag}format: {', '.join(able)}")
     if name not in FORMATS:
-        raise FarstateError(f"--format: '{name}' is unknown{nearest(name, FORMATS)}; known: {', '.join(FORMATS)}")
+        raise FarstateError(f"{flag}format: '{name}' is unknown{nearest(name, FORMATS)}; known: {', '.join(FORMATS)}")
     if name not in able:
         raise FarstateError(
             f"{root}: {name} has no architecture '{config.architecture}'; formats that have it: {', '.join(able)}"
         )
-    tensors = _cast(tensors, origin.get("storage", {}), dtype)
+    tensors = _cast(tensors, origin.get("storage", {}), dtype, flag)
     with atomic_folder(target) as part:
         kept = origin if name in ("farstate", origin.get("format")) else {"token_ids": token_ids(origin.get("config", {}))}
         FORMATS[name].write(config, tensors, part, kept)
-        beside = files_beside(folder)
-        for file in beside:
-            shutil.copyfile(folder / file, part / file)
+        beside = []
+        if folder is not None:
+            beside = files_beside(folder)
+            for file in beside:
+                shutil.copyfile(folder / file, part / file)
     absent = [file for file in origin.get("beside", []) if file not in beside]
     return Exported(name, dtypes_of(tensors)["dtype"], beside, absent, origin.get("checkpoint"))
 
 
-def _cast(tensors: Mapping[str, Tensor], storage: Mapping[str, Any], dtype: str | None) -> dict[str, Tensor]:
+def _cast(tensors: Mapping[str, Tensor], storage: Mapping[str, Any], dtype: str | None, flag: str) -> dict[str, Tensor]:
     if dtype is not None and dtype not in _DTYPES:
-        raise FarstateError(f"--dtype: '{dtype}' is unknown; known: {', '.join(_DTYPES)}")
+        raise FarstateError(f"{flag}dtype: '{dtype}' is unknown; known: {', '.join(_DTYPES)}")
     given = {name: dtype or storage.get("dtypes", {}).get(name) or storage.get("dtype") for name in tensors}
     wanted = {name: DTYPES[word] if (word := given[name]) else tensor.dtype for name, tensor in tensors.items()}
     if dtype is None and not all(torch.equal(t.to(wanted[name]).to(t.dtype), t) for name, t in tensors.items()):
@@ -283,7 +287,7 @@ def _cast(tensors: Mapping[str, Tensor], storage: Mapping[str, Any], dtype: str 
     for name, tensor in tensors.items():
         if (lost := tensor.isfinite() & ~cast[name].isfinite()).any():
             raise FarstateError(
-                f"--dtype {dtype}: {name} holds {tensor[lost][0].item():g}, beyond the largest number of {dtype}, "
+                f"{flag}dtype {dtype}: {name} holds {tensor[lost][0].item():g}, beyond the largest number of {dtype}, "
                 f"{torch.finfo(wanted[name]).max:g}; take another"
             )
     return cast

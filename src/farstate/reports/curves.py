@@ -230,13 +230,17 @@ def _page(
                 "broken": [],
             }
         length = mine["ppl"].length
+        headline = text.headline(card.models[model].label, overall, shown_names)
+        findings = text.findings(card.models[model].label, card.models[model].context, length, overall, shown_names)
+        if lead is not None and len(overall) == 1:  # nothing was to repair it: the lead says what to try
+            headline, findings = lead.leads[number], findings[:1]
         sections.append(
             {
                 "name": model,
                 "card": card.models[model],
                 "figures": figures,
-                "headline": text.headline(card.models[model].label, overall, shown_names),
-                "findings": text.findings(card.models[model].label, card.models[model].context, length, overall, shown_names),
+                "headline": headline,
+                "findings": findings,
                 "meaning": _meaning(overall),
                 "verdicts": overall,
                 "by_seed": by_seed,

@@ -318,7 +318,7 @@ def _asked(figures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     by_name = {figure["name"]: figure for figure in figures}
     answered = []
     for question, names in QUESTIONS.items():
-        answers = [by_name[name] | {"brief": brief(by_name[name]["sentence"])} for name in names if name in by_name]
+        answers = [{**by_name[name], "brief": brief(by_name[name]["sentence"])} for name in names if name in by_name]
         if answers:
             answered.append({"question": question, "answers": answers})
     return answered

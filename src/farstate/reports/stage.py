@@ -129,8 +129,11 @@ def _context(about: About, report: dict[str, Any], manifests: Mapping[str, Seque
 
 
 def _posttrain(report: dict[str, Any]) -> dict[str, Any]:
-    model = report["models"][report["order"][0]]
-    return {**model["posttrain"], "steps": model["steps"]} if model["posttrain"] and model["steps"] else {}
+    """Recipe and steps of the first model that is post-trained, or for which that is suggested."""
+    models = (report["models"][name] for name in report["order"])
+    return next(
+        ({**model["posttrain"], "steps": model["steps"]} for model in models if model["posttrain"] and model["steps"]), {}
+    )
 
 
 def _pretraining_seeds(about: About, report: dict[str, Any]) -> dict[str, Any]:

@@ -116,8 +116,6 @@ def headline(label: str, rows: Sequence[Row], names: Mapping[str, str]) -> str:
         return f"{label}: whether it fails is UNDECIDED, so no repair can be claimed."
     if not _fails_beyond(base):
         return f"{label} misses Def. 3.2 inside its training length; a failure beyond it is not shown."
-    if len(by_arm) == 1:
-        return f"{label} fails beyond its training length."
     kinds: dict[str, list[str]] = {}
     for arm, row in by_arm.items():
         if arm not in ("base", "control"):
@@ -158,8 +156,6 @@ def findings(label: str, context: int, length: int, rows: Sequence[Row], names: 
     by_arm = {str(row["arm"]): row for row in rows}
     base, control = by_arm.get("base"), by_arm.get("control")
     others = [(names[arm], row) for arm, row in by_arm.items() if arm not in ("base", "control")]
-    if base is not None and len(by_arm) == 1:  # nothing was trained further
-        return [Finding("Does it fail?", _base(label, context, length, base))]
     steps = _control(control, base)
     if control is not None and "tbtt" in by_arm:
         steps += f" {names['tbtt']} differs from the control in the order of the data too."
