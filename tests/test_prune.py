@@ -65,7 +65,7 @@ def test_what_is_found_is_what_only_other_parameters_need(both: tuple[Path, Plan
     assert {str(item.path.relative_to(root)) for item in found if item.kind == "results"} == gone
     sizes = {str(item.path.relative_to(root)): item.size for item in found}
     assert all(sizes[directory] == 10 * len(before.stages[directory].outputs) for directory in gone)
-    records = {str(record_path(directory)) for directory in gone} | {before.pages["fig5"].manifest}
+    records = {str(record_path(directory)) for directory in gone} | {before.pages["fig5"].manifest, before.index.manifest}
     assert {str(item.path.relative_to(root)) for item in found if item.kind == "records"} == records
     assert len([item for item in found if item.kind == "scratch"]) == len(gone)
     assert len([item for item in found if item.kind == "logs"]) == 3 * len(gone)

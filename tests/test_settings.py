@@ -61,6 +61,7 @@ def test_a_stage_runs_under_the_backend_and_records_what_it_resolved_to(
     expected = {"auto": "chunked", "naive": "naive"}[backend]
 
     def work(_: object) -> None:
+        stage.output.mkdir(parents=True)
         function = backends.implementation("gla", torch.device("cpu"))
         assert function is backends.load("gla", expected)
 
