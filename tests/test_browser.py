@@ -25,6 +25,7 @@ import test_reports_synthetic as synthetic
 import test_reports_tasks as of_tasks
 from browser import ARTEFACTS, Browser, browser, needs_browser
 from farstate.reports import curves
+from farstate.reports import page as page_files
 from farstate.reports.figures import FIGURES
 from farstate.reports.page import OUTPUTS
 
@@ -106,7 +107,7 @@ KINDS = {
     ),
     "shift": Kind(of_shift.built, "strip-novelty-0-0", "rect", "value", "value"),
     "babilong": Kind(task("fig6"), "task-0", "path", "value", "value"),
-    "passkey": Kind(lambda root: of_tasks.at_the_papers_scale(root)["fig7"], "exact-0", "rect", "value", "value"),
+    "passkey": Kind(lambda root: of_tasks.at_the_papers_scale(root, ("fig7",))["fig7"], "exact-0", "rect", "value", "value"),
     "copying": Kind(task("table1"), "copying-0", "path", "value", "value"),
     "index": Kind(all_results, "fig1-ppl-1", "path", "value", "value"),
 }
@@ -114,33 +115,61 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Opened:
-    """A page in the browser, whole; `data`: what its script draws."""
+    """A page in the browser, whole.
+
+    Attributes:
+        data: what its script draws.
+        printed: how it was when it was printed: charts drawn by then, their inks, the ground before and after, bytes of the PDF.
+    """
 
     name: str
     kind: Kind
     path: Path
     browser: Browser
     data: list[dict[str, Any]]
+    printed: dict[str, Any]
 
     @property
     def charts(self) -> dict[str, dict[str, Any]]:
         return {chart["id"]: chart for group in self.data for chart in group["charts"]}
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By its name a page, drawn once; without its static pictures, which take longer and are tested elsewhere."""
+    pages: dict[str, Path] = {}
+
+    def build(name: str) -> Path:
+        if name not in pages:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(page_files.vl_convert, "vegalite_to_svg", lambda _: "<svg/>")
+                patch.setattr(page_files.vl_convert, "svg_to_png", lambda *_, **__: b"")
+                pages[name] = KINDS[name].build(tmp_path_factory.mktemp(name))["html"]
+        return pages[name]
+
+    return build
+
+
 @pytest.fixture(scope="module", params=KINDS)
-def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Opened:
-    """Each kind of page, loaded once, with all its charts drawn, for all that is asked of it; a test leaves it as it found it."""
-    kind = KINDS[request.param]
-    root = tmp_path_factory.mktemp(request.param)
-    path = kind.build(root)["html"]
-    browser.open(path, 1600)
+def opened(request: pytest.FixtureRequest, built: Callable[[str], Path], browser: Browser) -> Opened:
+    """Each kind of page, loaded once for all that is asked of it: printed at once, then drawn whole; a test leaves it as it found it."""
+    path = built(request.param)
+    browser.open(path, 1200, 800, dark=True)
     browser.run(
-        "const charts = [...document.querySelectorAll('.chart')];"
-        "for (const fold of document.querySelectorAll('details')) fold.open = Boolean(fold.querySelector('.chart')) || fold.open;"
-        "for (let i = 0; i < 3000 && !charts.every((c) => c.querySelector('svg')); i += 1) await wait(20);"
+        "while (root.dataset.drawn === '0') await wait(20);"
+        "window.addEventListener('beforeprint', () => { root.dataset.printed = root.dataset.drawn;"
+        "  root.dataset.inks = JSON.stringify([...new Set([...document.querySelectorAll('.role-axis-title text')].map((t) => t.getAttribute('fill')))]); });"
     )
+    paper = browser.pdf(ARTEFACTS / f"{request.param}.pdf")
+    printed = browser.run("return { ...root.dataset, dark: luminance(ground(document.body)) < 0.2 };")
+    browser.theme()
+    browser.size(1600)
+    browser.run(
+        "for (const fold of document.querySelectorAll('details')) fold.open = Boolean(fold.querySelector('.chart')) || fold.open;"
+    )
+    browser.drawn()
     data = json.loads(browser.run("return document.getElementById('farstate-charts').textContent;"))["groups"]
-    return Opened(request.param, kind, path, browser, data)
+    return Opened(request.param, KINDS[request.param], path, browser, data, printed | {"bytes": paper.stat().st_size})
 
 
 def test_everything_is_drawn_and_nothing_is_fetched(opened: Opened) -> None:
@@ -292,27 +321,19 @@ return {
         assert "table" in text or any(letter.isdigit() for letter in text), text
 
 
-def test_it_prints_whole_and_light(opened: Opened, tmp_path: Path) -> None:
+def test_it_prints_whole_and_light(opened: Opened) -> None:
     """On a dark ground, with only the first charts drawn: before the paper is laid out all of them are, in dark ink."""
-    opened.browser.open(opened.path, 1200, 800, dark=True)
-    opened.browser.run(
-        "while (root.dataset.drawn === '0') await wait(20);"
-        "window.addEventListener('beforeprint', () => { root.dataset.printed = root.dataset.drawn;"
-        "  root.dataset.inks = JSON.stringify([...new Set([...document.querySelectorAll('.role-axis-title text')].map((t) => t.getAttribute('fill')))]); });"
-    )
-    paper = opened.browser.pdf(ARTEFACTS / f"{opened.name}.pdf")
-    found = opened.browser.run("return { ...root.dataset, dark: luminance(ground(document.body)) < 0.2 };")
-    opened.browser.open(opened.path, 1600)
+    found = opened.printed
     assert int(found["printed"]) == len(opened.charts)
     assert json.loads(found["inks"]) in ([], ["#1b1d21"])
     assert found["dark"]
-    assert paper.stat().st_size > 20_000
+    assert found["bytes"] > 20_000
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(built: Callable[[str], Path]) -> Path:
     """Perplexity and remembrance of two models."""
-    return linked(tmp_path_factory.mktemp("page"))["html"]
+    return built("linked")
 
 
 def test_charts_are_drawn_as_they_come_into_sight(browser: Browser, page: Path) -> None:
@@ -373,9 +394,9 @@ def test_the_address_keeps_what_is_picked(browser: Browser, page: Path) -> None:
     assert found["shown"]["ppl-1"] > 0
     assert found["shown"]["ppl-0"] == found["shown"]["remembrance-total_variation-0"] == 0
     assert found["shown"]["remembrance-total_variation-1"] > 0
-    browser.open(page, 1200, fragment="#findings")
+    browser.open(page, 1200, 800, fragment="#findings")
     found = browser.run(SYMBOLS + "return { arms: pressed('arm'), hash: location.hash };")
     assert (len(found["arms"]), found["hash"]) == (7, "#findings")
-    browser.open(page, 1200, fragment="#arms=%E0%A4%A&models=%3Cscript%3E")
+    browser.open(page, 1200, 800, fragment="#arms=%E0%A4%A&models=%3Cscript%3E")
     assert len(browser.run(SYMBOLS + "return pressed('arm');")) == 7
     assert browser.read_logs()[0] == []

@@ -240,7 +240,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]
     }
 
 
-def at_the_papers_scale(root: Path) -> dict[str, dict[str, Path]]:
+def at_the_papers_scale(root: Path, figures: tuple[str, ...] = tuple(ROWS)) -> dict[str, dict[str, Path]]:
     """With its values beside."""
     lengths = tuple(2048 * 2**power for power in range(8))
     rows = {
@@ -262,7 +262,8 @@ def at_the_papers_scale(root: Path) -> dict[str, dict[str, Path]]:
         "table1": copying_rows(fades(100), model="mamba2-45m", lengths=(50, 100, 300), train_length=100),
     }
     found = {}
-    for figure, of_figure in rows.items():
+    for figure in figures:
+        of_figure = rows[figure]
         names = tuple(dict.fromkeys(row["model"] for row in of_figure))
         about = context(names, scale="paper", train_length=2048, paper=True)
         if figure == "table1":
