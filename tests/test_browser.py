@@ -27,6 +27,7 @@ from browser import ARTEFACTS, Browser, browser, needs_browser
 from farstate.reports import curves
 from farstate.reports import page as page_files
 from farstate.reports.figures import FIGURES
+from farstate.reports.index import index_stage
 from farstate.reports.page import OUTPUTS
 
 pytestmark = [pytest.mark.browser, needs_browser]
@@ -48,7 +49,10 @@ def linked(root: Path) -> dict[str, Path]:
     output = {name: root / f"fig1.{name}" for name in OUTPUTS}
     curves.draw(
         FIGURES["fig1"],
-        inputs={"comparison": [synthetic.write_tables(root / "tables", models=models)], "remembrance": [remembered]},
+        inputs={
+            "comparison": [synthetic.write_tables(root / "tables", models=models, arms=tuple(arms), seeds=(0,))],
+            "remembrance": [remembered],
+        },
         output=output,
         context=synthetic.context(models),
         keys={},
@@ -57,7 +61,13 @@ def linked(root: Path) -> dict[str, Path]:
 
 
 def states(figure: str) -> Callable[[Path], dict[str, Path]]:
-    return lambda root: of_states.build(figure, of_states.compared(root), root)
+    def build(root: Path) -> dict[str, Path]:
+        tables = root.parent / "compared"  # by both pages of states
+        if not tables.exists():
+            of_states.compared(tables)
+        return of_states.build(figure, tables / "comparison", root)
+
+    return build
 
 
 def task(figure: str) -> Callable[[Path], dict[str, Path]]:
@@ -66,14 +76,12 @@ def task(figure: str) -> Callable[[Path], dict[str, Path]]:
     )
 
 
-def all_results(root: Path) -> dict[str, Path]:
+def all_results(root: Path, pages: dict[str, Path]) -> Path:
     """The page of all results: of perplexity, remembrance and states of one model, the charts of its figures are linked."""
-    from farstate.reports.index import index_stage
-
-    for figure, page in (("fig1", linked(root / "fig1")), ("fig4", states("fig4")(root / "fig4"))):
-        (root / f"{figure}.html").write_bytes(page["html"].read_bytes())
-    index_stage(test_index.wanted(("fig1", "fig4")), root, root)
-    return {"html": root / "index.html"}
+    for figure, page in pages.items():
+        (root / f"{figure}.html").write_bytes(page.read_bytes())
+    index_stage(test_index.wanted(tuple(pages)), root, root)
+    return root / "index.html"
 
 
 @dataclass(frozen=True)
@@ -81,13 +89,13 @@ class Kind:
     """A kind of page.
 
     Attributes:
-        build: draws one in a folder.
+        build: draws one in a folder; None: the page of all results, which is made of others.
         chart: whose tooltip is read.
         mark: of the chart, as the drawing's classes name it, that is pointed at.
         field: of the chart's rows that the tooltip shows under `title`.
     """
 
-    build: Callable[[Path], dict[str, Path]]
+    build: Callable[[Path], dict[str, Path]] | None
     chart: str
     mark: str
     title: str
@@ -109,7 +117,7 @@ KINDS = {
     "babilong": Kind(task("fig6"), "task-0", "path", "value", "value"),
     "passkey": Kind(lambda root: of_tasks.at_the_papers_scale(root, ("fig7",))["fig7"], "exact-0", "rect", "value", "value"),
     "copying": Kind(task("table1"), "copying-0", "path", "value", "value"),
-    "index": Kind(all_results, "fig1-ppl-1", "path", "value", "value"),
+    "index": Kind(None, "fig1-ppl-1", "path", "value", "value"),
 }
 
 
@@ -140,11 +148,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     pages: dict[str, Path] = {}
 
     def build(name: str) -> Path:
-        if name not in pages:
+        if name in pages:
+            return pages[name]
+        kind, root = KINDS[name], tmp_path_factory.mktemp(name)
+        if kind.build is None:
+            pages[name] = all_results(root, {"fig1": build("linked"), "fig4": build("states")})
+        else:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(page_files.vl_convert, "vegalite_to_svg", lambda _: "<svg/>")
                 patch.setattr(page_files.vl_convert, "svg_to_png", lambda *_, **__: b"")
-                pages[name] = KINDS[name].build(tmp_path_factory.mktemp(name))["html"]
+                pages[name] = kind.build(root)["html"]
         return pages[name]
 
     return build
@@ -187,22 +200,23 @@ def test_everything_is_drawn_and_nothing_is_fetched(opened: Opened) -> None:
     assert opened.path.stat().st_size <= LARGEST
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1600, 400])
-def test_it_is_legible(opened: Opened, width: int, dark: bool) -> None:
-    """No overlap, nothing cut, nothing to scroll to the side, enough contrast; without loading it again."""
-    opened.browser.theme(dark=dark)
-    opened.browser.size(width)
-    found = opened.browser.run("await rest(); return layout();")
-    opened.browser.picture(ARTEFACTS / f"{opened.name}-{width}-{'dark' if dark else 'light'}.png")
-    opened.browser.theme()
+def test_it_is_legible(opened: Opened) -> None:
+    """No overlap, nothing cut, nothing to scroll to the side, enough contrast, at both widths and on both grounds; without loading it again."""
+    looks: dict[str, dict[str, Any]] = {}
+    for width, dark in ((1600, False), (1600, True), (400, True), (400, False)):
+        opened.browser.theme(dark=dark)
+        opened.browser.size(width)
+        look = f"{width}-{'dark' if dark else 'light'}"
+        looks[look] = opened.browser.run("await rest(); return layout();")
+        opened.browser.picture(ARTEFACTS / f"{opened.name}-{look}.png")
     opened.browser.size(1600)
-    assert found["overflow"] <= 0
-    assert found["clipped"] == []
-    assert [pair for pair in found["overlaps"] if "✕" not in pair] == []
-    assert found["contrast"] == []
-    assert set(found["widths"]) == set(opened.charts)
-    assert all(0.85 < share <= 1.01 for share in found["widths"].values()), found["widths"]
+    for look, found in looks.items():
+        assert found["overflow"] <= 0, look
+        assert found["clipped"] == [], look
+        assert [pair for pair in found["overlaps"] if "✕" not in pair] == [], look
+        assert found["contrast"] == [], look
+        assert set(found["widths"]) == set(opened.charts), look
+        assert all(0.85 < share <= 1.01 for share in found["widths"].values()), (look, found["widths"])
 
 
 SYMBOLS = """
@@ -338,7 +352,9 @@ def page(built: Callable[[str], Path]) -> Path:
 
 def test_charts_are_drawn_as_they_come_into_sight(browser: Browser, page: Path) -> None:
     """And the first soon: within two seconds where nothing else keeps the machine busy."""
-    soonest = min(_first_drawn(browser, page) for _ in range(3))
+    soonest = _first_drawn(browser, page)
+    for _ in range(2):  # where a first try met a busy moment
+        soonest = soonest if soonest <= 1000 * SECONDS_TO_FIRST else min(soonest, _first_drawn(browser, page))
     found = browser.run(
         "await wait(300); const before = Number(root.dataset.drawn); window.scrollTo(0, root.scrollHeight); return before;"
     )
@@ -372,9 +388,9 @@ def test_keys_and_fingers_pick_as_the_mouse_does(browser: Browser, page: Path) -
     browser.driver.switch_to.active_element.send_keys(Keys.SPACE)
     assert browser.run(pressed) == {"arms": ["control"], "focus": "control", "outline": "solid"}
     button.send_keys(Keys.ENTER)
-    assert len(browser.run(pressed)["arms"]) == 7
+    assert len(browser.run(pressed)["arms"]) == 4
     browser.protocol("Emulation.setTouchEmulationEnabled", enabled=True)
-    for arm, expected in (("tbtt", ["tbtt"]), ("control", ["control", "tbtt"]), ("tbtt", ["control"])):
+    for arm, expected in (("base", ["base"]), ("control", ["base", "control"]), ("base", ["control"])):
         box = browser.run(
             f"const b = document.querySelector('button[data-arm={arm}]').getBoundingClientRect(); return {{ x: b.x + b.width / 2, y: b.y + b.height / 2 }};"
         )
@@ -396,7 +412,7 @@ def test_the_address_keeps_what_is_picked(browser: Browser, page: Path) -> None:
     assert found["shown"]["remembrance-total_variation-1"] > 0
     browser.open(page, 1200, 800, fragment="#findings")
     found = browser.run(SYMBOLS + "return { arms: pressed('arm'), hash: location.hash };")
-    assert (len(found["arms"]), found["hash"]) == (7, "#findings")
+    assert (len(found["arms"]), found["hash"]) == (4, "#findings")
     browser.open(page, 1200, 800, fragment="#arms=%E0%A4%A&models=%3Cscript%3E")
-    assert len(browser.run(SYMBOLS + "return pressed('arm');")) == 7
+    assert len(browser.run(SYMBOLS + "return pressed('arm');")) == 4
     assert browser.read_logs()[0] == []
