@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -201,10 +201,7 @@ def compare(
     Raises:
         FarstateError: an evaluation is missing, unexpected or there twice, or evaluations differ in their texts or bins.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    (output / MANIFEST).unlink(missing_ok=True)
-    absent = {(pair["model"], pair["arm"]) for pair in figure.get("absent", ())}
-    runs, texts = load_runs(evaluations, list(figure["models"]), list(figure["arms"]), absent)
+    runs, texts = begun(evaluations, figure, output)
     budgets = {(t["model"], t["arm"], t["seed"]): _training(Path(t["directory"])) for t in trainings}
 
     curves: list[pl.DataFrame] = []
@@ -214,7 +211,7 @@ def compare(
     resamples = resamples_of(shared.documents, compare)
     readers: dict[str, _Model] = {}
     for model in figure["models"]:
-        of_model = {arm: runs[model, arm] for arm in figure["arms"] if (model, arm) not in absent}
+        of_model = {arm: runs[model, arm] for arm in figure["arms"] if (model, arm) in runs}
         reader = _Model(model, texts[model], of_model, resamples, compare, budgets, figure.get("controls", {}))
         readers[model] = reader
         curves += reader.curves()
@@ -521,10 +518,14 @@ def with_mean(group: list[Run]) -> Iterator[tuple[int | None, Run]]:
             yield run.seed, run
 
 
-def load_runs(
-    evaluations: Sequence[Path], models: list[str], arms: list[str], absent: Collection[tuple[str, str]]
+def begun(
+    evaluations: Sequence[Path], figure: Mapping[str, Any], output: Path
 ) -> tuple[dict[tuple[str, str], list[Run]], dict[str, Texts]]:
-    """Read and check the evaluations: complete, not twice, on the same texts and, within a model, in the same bins."""
+    """Make `output` an unfinished result, and read the evaluations: complete, not twice, on the same texts and, within a model, in the same bins."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MANIFEST).unlink(missing_ok=True)
+    absent = {(pair["model"], pair["arm"]) for pair in figure.get("absent", ())}
+    models, arms = list(figure["models"]), list(figure["arms"])
     runs: Gathered[Run] = Gathered(models, arms, noun="evaluation", verb="evaluates", absent=absent)
     texts: dict[str, Texts] = {}
     origin: dict[str, Path] = {}

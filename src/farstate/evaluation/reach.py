@@ -16,9 +16,9 @@ import polars as pl
 
 from farstate import params
 from farstate.evaluation.bins import Bins
-from farstate.evaluation.compare import load_runs, with_mean
+from farstate.evaluation.compare import begun, with_mean
 from farstate.evaluation.verdict import judge, octaves
-from farstate.files import MANIFEST, atomic_path, write_manifest
+from farstate.files import atomic_path, write_manifest
 
 _NUMBERS = ("p_star", "gap", "gap_low", "gap_high", "gap_beyond", "gap_beyond_low", "gap_beyond_high", "documents_to_decide")
 REACH_SCHEMA: dict[str, Any] = {
@@ -36,10 +36,7 @@ def reach(*, evaluations: Sequence[Path], compare: params.Compare, figure: Mappi
     Raises:
         FarstateError: an evaluation is missing, unexpected or there twice, or evaluations differ in their texts or bins.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    (output / MANIFEST).unlink(missing_ok=True)
-    absent = {(pair["model"], pair["arm"]) for pair in figure.get("absent", ())}
-    runs, texts = load_runs(evaluations, list(figure["models"]), list(figure["arms"]), absent)
+    runs, texts = begun(evaluations, figure, output)
     rows: list[dict[str, Any]] = []
     for (model, arm), group in runs.items():
         own = texts[model]
