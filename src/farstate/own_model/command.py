@@ -28,6 +28,7 @@ from farstate.own_model.folder import (
 from farstate.own_model.running import BACKWARD, Work, snakemake, work_of
 from farstate.params import merge
 from farstate.plan import Plan
+from farstate.reports.text import short_count
 from farstate.runs import BASE
 
 Say = Callable[[str], None]
@@ -107,7 +108,7 @@ class _Session:
         known, started = self.known, time.monotonic()
         count = known.config.parameter_count()
         self.say(
-            f"{known.given}: {known.config.architecture}, {_short(count)} parameters, {known.format} format, trained on {known.context:,} "
+            f"{known.given}: {known.config.architecture}, {short_count(count)} parameters, {known.format} format, trained on {known.context:,} "
             f"tokens at a time; {known.symbols:,} symbols of {known.tokenizer}"
         )
         # The texts decide how far and in how many documents is measured: they are made into tokens first.
@@ -272,10 +273,3 @@ def _seconds(model: Any, tokens: Any) -> float:
     hidden, _ = model(tokens)
     float(hidden.sum())  # waits for a GPU
     return time.monotonic() - started
-
-
-def _short(count: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return str(count)

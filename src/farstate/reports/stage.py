@@ -14,6 +14,7 @@ from farstate.params import flatten
 from farstate.provenance import commit, versions
 from farstate.reports.figures import FIGURES, About
 from farstate.reports.page import OUTPUTS, Draw
+from farstate.reports.text import short_count
 
 _ASSUMED = {
     *("weight_decay", "sigma", "carry_auxiliary", "reset_unit", "reset_auxiliary", "previous", "at_document_end", "block_tokens"),
@@ -93,7 +94,7 @@ def _context(about: About, report: dict[str, Any], manifests: Mapping[str, Seque
     for name in report["order"]:
         label, size = report["models"][name], sizes.get(name, {})
         models[name] = {
-            "label": f"{name} ({_short(size['parameters'])})" if size else name,
+            "label": f"{name} ({short_count(size['parameters'])})" if size else name,
             "parameters": size.get("parameters"),
             "parameters_without_embeddings": size.get("parameters_without_embeddings"),
             "training_tokens": label["training_tokens"],
@@ -334,10 +335,3 @@ def _task_differs(report: dict[str, Any], task: str, key: str, value: Any) -> st
     if key in ("tasks", "lengths", "depths"):
         return "" if set(paper) <= set(value) else said
     return said if paper is not None and value != paper else ""
-
-
-def _short(count: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return str(count)

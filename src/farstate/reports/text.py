@@ -61,6 +61,14 @@ def magnitude(value: Any) -> str:
     return f"{value:g}"
 
 
+def short_count(number: int) -> str:
+    """Parameters of a model, as they stand in its label: `197K`, `2.03M`, `1.3B`."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
 def scientific(value: Any) -> str:
     """A learning rate: `5e-4`."""
     if not finite(value):
