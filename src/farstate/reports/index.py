@@ -253,7 +253,9 @@ def _panels(name: str, finished: Finished) -> list[dict[str, Any]]:
 
 def _arms(finished: Mapping[str, Finished]) -> list[tuple[str, Markup]]:
     """The arms of more than one figure, with the inside of their buttons: picking one shows it in all of them."""
-    inside = {arm: words for one in finished.values() for arm, words in one.legend.items()}
+    inside: dict[str, Markup] = {}
+    for one in finished.values():
+        inside = one.legend | inside  # as the first figure that has the arm calls it; a task calls its control otherwise
     order = [style.name for style in arm_styles(inside)]
     return [(arm, inside[arm]) for arm in order if sum(arm in one.legend for one in finished.values()) > 1]
 
